@@ -174,7 +174,7 @@ def lower_outer(run: Run, take: jax.stages.Lowered) -> jax.stages.Lowered:
     """Return the outer step that follows the steps `take`, ready to be compiled; call under the whole mesh."""
     step = _step_of(run)
     state = run.abstract()
-    everyone = on_devices(lambda: step.replicas_of(run.traced_init()), run.mesh)
+    everyone = run.engine.abstract(step.replicas_of)
     _, metrics = joined(take.out_info, run.mesh)
     common = Common(state.params, state.crossing)
     outer = jax.jit(step.outer_step, donate_argnums=(0, 1), compiler_options=run.compiler_options)

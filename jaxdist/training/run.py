@@ -30,7 +30,8 @@ from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hardware import Gpu
 from jaxdist.process.gpu_memory import gpu_share
 from jaxdist.request import Enough, check_mesh_fits
-from jaxdist.sharding import Layout, on_devices
+from jaxdist.sharding import Layout
+from jaxdist.training.engine import Engine, means
 from jaxdist.training.forward.balance import balancing
 from jaxdist.training.forward.delayed_step import DelayedStep
 from jaxdist.training.forward.local_step import LocalStep
@@ -185,31 +186,34 @@ class Run:
         """The forward pass of the train step."""
         return self.task.forward(self.dtype)
 
+    @cached_property
+    def engine(self) -> Engine:
+        """The programs of the step on the mesh."""
+        return Engine(self.mesh, self.layout, self.step, self.compiler_options, self.config.train.seed)
+
     def init(self) -> TrainState:
         """Return the state before the first step; call under `jax.set_mesh`."""
-        options = xla_options.options_for_init(self.layout.platform)
-        return jax.jit(self.step.init, compiler_options=options)(jax.random.key(self.config.train.seed))
-
-    def abstract(self) -> TrainState:
-        """Return shapes, dtypes and shardings of the state; call under `jax.set_mesh`."""
-        return on_devices(self.traced_init, self.mesh)
-
-    def abstract_logical(self) -> TrainState:
-        """Return shapes, dtypes and shardings of the state as a checkpoint holds it; call under `jax.set_mesh`."""
-        return on_devices(lambda: self.step.logical(self.traced_init()), self.mesh)
-
-    def abstract_params(self) -> Params:
-        """Return the same of all parameters of pretrained weights, in a run without frozen ones."""
-        return on_devices(lambda: self.step.unfolded(self.traced_init().params), self.mesh)
-
-    def abstract_frozen(self) -> Params:
-        """Return the same of the frozen parameters."""
-        return on_devices(lambda: self.step.unfolded(self.traced_init().frozen), self.mesh)
+        return self.engine.init()
 
     def traced_init(self) -> TrainState:
         """Return the state before the first step; call inside what is traced, under `jax.set_mesh`."""
-        # The key is made here: nothing can be computed on devices that are not there.
-        return self.step.init(jax.random.key(self.config.train.seed))
+        return self.engine.traced_init()
+
+    def abstract(self) -> TrainState:
+        """Return shapes, dtypes and shardings of the state; call under `jax.set_mesh`."""
+        return self.engine.abstract()
+
+    def abstract_logical(self) -> TrainState:
+        """Return shapes, dtypes and shardings of the state as a checkpoint holds it; call under `jax.set_mesh`."""
+        return self.engine.abstract_logical()
+
+    def abstract_params(self) -> Params:
+        """Return the same of all parameters of pretrained weights, in a run without frozen ones."""
+        return self.engine.abstract(lambda state: self.step.unfolded(state.params))
+
+    def abstract_frozen(self) -> Params:
+        """Return the same of the frozen parameters."""
+        return self.engine.abstract(lambda state: self.step.unfolded(state.frozen))
 
     def batch(self) -> AbstractBatch:
         """Return shapes and shardings of a global batch of training."""
@@ -228,8 +232,7 @@ class Run:
 
         Raises `RequestError` for local steps, which have no step of all devices (`training.rounds`).
         """
-        step = jax.jit(self.step.train, donate_argnums=0, compiler_options=self.compiler_options)
-        return step.lower(self.abstract(), self.batch())
+        return self.engine.lower(self.batch())
 
     def compile(self) -> jax.stages.Compiled:
         """Return the train step as a program; call under `jax.set_mesh`. Raises `RequestError` as `checked` does."""
@@ -259,23 +262,14 @@ class Run:
         Call under `jax.set_mesh`.
         """
         frozen = self.step.folded(frozen)
-        state = jax.jit(self.step.start)(self._new_adapters(), {})
+        state = jax.jit(self.step.start)(self.engine.draw(self.adapters_of), {})
         # A program that took the base as well would return a copy of it.
         return state._replace(frozen=frozen)
-
-    def _new_adapters(self) -> Params:
-        """Return new adapters, as a step holds them."""
-        options = xla_options.options_for_init(self.layout.platform)
-        return jax.jit(self.adapters_of, compiler_options=options)(jax.random.key(self.config.train.seed))
 
     def adapters_of(self, key: Key[Array, ""]) -> Params:
         """Draw new adapters; call inside jit, where the compiler leaves out what else an init makes."""
         params, _ = self.forward.init(key)
         return trained(self.forward.places, params)
-
-    @cached_property
-    def _evaluate(self) -> Callable:
-        return jax.jit(self.step.evaluate)
 
     def validate(
         self, params: Params, variables: Params, batches: int, enough: Callable[[], object] = lambda: False
@@ -299,13 +293,9 @@ class Run:
         for part in batches:
             if enough():
                 return None
-            sums.append(jax.device_get(self._evaluate(params, variables, part)))
-        # Sums are divided once, at the end: batches with fewer labels weigh less.
-        count = sum(count for _, count, _ in sums)
-        means = {"loss": float(sum(loss for loss, _, _ in sums) / count)}
-        for name in sums[0][2]:
-            means[name] = float(sum(further[name] for _, _, further in sums) / count)
-        return {**means, "batches": len(sums), f"{self.task.unit}s": int(count)}
+            sums.append(self.engine.evaluate(params, variables, part))
+        found, count = means(sums)
+        return {**found, "batches": len(sums), f"{self.task.unit}s": count}
 
 
 def lower_step(config: Config, devices: Sequence[jax.Device], sites: int = 1) -> jax.stages.Lowered:

@@ -48,8 +48,7 @@ class StepRunner:
         if not rule.has_rest(state.crossing):
             return self.program(state, batch)
         # In a program of its own, which no later step needs. A step that is skipped leaves the rest as it is.
-        once = jax.jit(step.train, donate_argnums=0, compiler_options=self._run.compiler_options)
-        state, metrics = once(state, batch)
+        state, metrics = self._run.engine.train(state, batch)
         if int(metrics.skipped_in_a_row) == 0:
             state = state._replace(crossing=rule.without_rest(state.crossing))
         return state, metrics

@@ -6,15 +6,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
-from jaxdist.api_request import (
+from jaxdist.api.request import (
     Batch,
     Precision,
     Shard,
@@ -40,8 +38,9 @@ from jaxdist.parallel.placing import Wrt, ZeroOptions
 from jaxdist.parallel.zero import trained
 from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hlo import Collective, collectives
-from jaxdist.sharding import Layout, Rules, on_devices
+from jaxdist.sharding import BATCH, Layout, Rules
 from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training.engine import Engine, Sums, means
 from jaxdist.training.forward.module import ModuleForward, Scope
 from jaxdist.training.forward.module_pipeline import ModulePipelineForward, check_request, staged, stages_of_module
 from jaxdist.training.forward.step import Forward, Metrics, Step, TrainState
@@ -129,7 +128,8 @@ def parallelize(
     places = trained(forward.places, forward.places)
     rule = on_shards(optimizer, places, part_of(forward.abstract, places))
     step = Step(forward, rule, keep=precision == "mixed")
-    return Parallel(device_mesh, layout, model, step, accumulation, note)
+    compiler_options = xla_options.options_for(device_mesh, sequence=bool(layout.sequence_parallel))
+    return Parallel(Engine(device_mesh, layout, step, compiler_options), model, accumulation, note)
 
 
 def _note_unsplit(layout: Layout, model: Foreign, forward: Forward, split: Params) -> str:
@@ -144,19 +144,15 @@ def _note_unsplit(layout: Layout, model: Foreign, forward: Forward, split: Param
 class Parallel:
     """A module, its loss and its optimizer on a mesh. Made by `parallelize`."""
 
-    def __init__(
-        self, mesh: jax.sharding.Mesh, layout: Layout, model: Foreign, step: Step, accumulation: int, note: str
-    ):
+    def __init__(self, engine: Engine, model: Foreign, accumulation: int, note: str):
         """`note` is a sentence on the parameters that ZeRO leaves whole, or empty."""
-        self.mesh = mesh
-        self.layout = layout
+        self.mesh = engine.mesh
+        self.layout = engine.layout
         self.accumulation = accumulation
         self.model = model
-        self._step = step
+        self._engine = engine
+        self._step = engine.step
         self._note = note
-        compiler_options = xla_options.options_for(mesh, sequence=bool(layout.sequence_parallel))
-        self._train = jax.jit(step.train, donate_argnums=0, compiler_options=compiler_options)
-        self._evaluate = jax.jit(step.evaluate)
 
     def __repr__(self) -> str:
         """Return the number of parameters, those that are trained, the mesh, ZeRO's stage, and what it cannot split."""
@@ -173,9 +169,8 @@ class Parallel:
 
         The same seed gives the same weights on every mesh.
         """
-        options = xla_options.options_for_init(self.layout.platform)
         with jax.set_mesh(self.mesh):
-            return jax.jit(self._step.init, compiler_options=options)(jax.random.key(seed))
+            return self._engine.init(seed)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one optimizer step, compiled at the first call. `state` is donated: its memory is used again.
@@ -186,7 +181,7 @@ class Parallel:
         """
         self._check_state(state)
         with jax.set_mesh(self.mesh):
-            return self._train(state, self._on_devices(batch))
+            return self._engine.train(state, self._engine.micro_batches(self._checked(batch), self.accumulation))
 
     def evaluate(self, state: TrainState, batch: Batch) -> dict[str, float]:
         """Return `loss` and the further means over the rows of `batch`, with the module in evaluation mode.
@@ -201,27 +196,25 @@ class Parallel:
         if even < rows and self._step.forward.stages is not None:
             near = f"{even} or {even + ranks}" if even else ranks
             raise ValueError(f"{rows} rows do not divide by the {ranks} parts of a batch; give {near}")
-        sums: dict[str, float] = {}
+        parts = []
+        if even:
+            parts.append((slice(0, even), (None, BATCH)))
+        if even < rows:
+            parts.append((slice(even, rows), ()))
         with jax.set_mesh(self.mesh):
-            if even:
-                self._add_sums(sums, state, batch, slice(0, even), (None, "batch"))
-            if even < rows:
-                self._add_sums(sums, state, batch, slice(even, rows), ())
-        return {name: total / rows for name, total in sums.items()}
+            found, _ = means(self._sums(state, batch, *part) for part in parts)
+        return found
 
-    def _add_sums(
-        self, sums: dict[str, float], state: TrainState, batch: Batch, rows: slice, dims: tuple[str | None, ...]
-    ) -> None:
-        """Evaluate some rows of `batch`, laid out by `dims`, and add loss and further sums to `sums`."""
-        part = jax.tree.map(lambda a: self._put(a[rows][None], dims), batch)
-        loss, _, further = jax.device_get(self._evaluate(self._step.whole(state), state.variables, part))
-        for name, value in {"loss": loss, **further}.items():
-            sums[name] = sums.get(name, 0.0) + float(value)
+    def _sums(self, state: TrainState, batch: Batch, rows: slice, dims: tuple[str | None, ...]) -> Sums:
+        """Evaluate some rows of `batch`, laid out by `dims`."""
+        part = jax.tree.map(lambda a: self._engine.put(a[rows][None], dims), batch)
+        return self._engine.evaluate(self._step.whole(state), state.variables, part)
 
     @cached_property
     def shardings(self) -> TrainState:
         """A `NamedSharding` for every array of the state."""
-        return jax.tree.map(lambda a: a.sharding, self._abstract)
+        with jax.set_mesh(self.mesh):
+            return jax.tree.map(lambda a: a.sharding, self._engine.abstract())
 
     def save(self, folder: Path | str, state: TrainState) -> None:
         """Write a checkpoint that does not depend on the mesh into `folder`, in place of those of earlier steps.
@@ -237,14 +230,10 @@ class Parallel:
 
         Raises `ValueError` where there is none, or where processes have other copies of it.
         """
-
-        def logical() -> TrainState:
-            return self._step.logical(self._step.init(jax.random.key(0)))
-
         with jax.set_mesh(self.mesh), Checkpoints(Path(folder), keep=None) as checkpoints:
             found = checkpoints.find()
             checkpoints.check_copies(found)
-            state = checkpoints.restore(on_devices(logical, self.mesh), found)
+            state = checkpoints.restore(self._engine.abstract_logical(), found)
             for note in checkpoints.notes:
                 warnings.warn(note, stacklevel=2)
             return self._step.resume(state)
@@ -257,7 +246,7 @@ class Parallel:
         self._check_state(state)
         with jax.set_mesh(self.mesh):
             state = self._step.logical(state)
-        params, variables = jax.tree.map(self._whole, (self._step.whole(state), state.variables))
+        params, variables = jax.tree.map(self._engine.whole, (self._step.whole(state), state.variables))
         return self.model.merge(params, variables, train=False)
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
@@ -267,43 +256,11 @@ class Parallel:
         divide.
         """
         with jax.set_mesh(self.mesh):
-            parts = jax.tree.map(self._abstract_part, self._checked(batch))
-            return self._train.lower(self._abstract, parts)
+            return self._engine.lower(self._engine.abstract_micro_batches(self._checked(batch), self.accumulation))
 
     def collectives(self, batch: Batch) -> list[Collective]:
         """Return the collectives of a step, read from the compiled program."""
         return collectives(text_of(self.lower(batch).compile()), self.mesh)
-
-    @cached_property
-    def _abstract(self) -> TrainState:
-        with jax.set_mesh(self.mesh):
-            return on_devices(lambda: self._step.init(jax.random.key(0)), self.mesh)
-
-    def _on_devices(self, batch: Batch) -> Batch:
-        def place(a: Any) -> jax.Array:
-            micro_batches = a.reshape(self.accumulation, -1, *a.shape[1:])  # [B, ...] -> [k, B/k, ...]
-            return self._put(micro_batches, (None, "batch"))
-
-        return jax.tree.map(place, self._checked(batch))
-
-    def _abstract_part(self, a: Any) -> jax.ShapeDtypeStruct:
-        shape = (self.accumulation, a.shape[0] // self.accumulation, *a.shape[1:])
-        dtype = jax.dtypes.canonicalize_dtype(a.dtype)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding((None, "batch")))
-
-    def _put(self, a: Any, dims: tuple[str | None, ...]) -> jax.Array:
-        sharding = self._sharding(dims)
-        if isinstance(a, jax.Array):
-            return jax.device_put(a, sharding)
-        a = np.asarray(a)
-        # Each process indexes the global array: replicas cannot differ.
-        return jax.make_array_from_callback(a.shape, sharding, a.__getitem__)
-
-    def _sharding(self, dims: tuple[str | None, ...]) -> jax.sharding.NamedSharding:
-        return jax.sharding.NamedSharding(self.mesh, self.layout.spec(dims))
-
-    def _whole(self, a: jax.Array) -> jax.Array:
-        return jax.device_put(a, self._sharding(())).addressable_data(0)
 
     def _check_state(self, state: TrainState) -> None:
         """Raise `ValueError` for a state that cannot be used here.
