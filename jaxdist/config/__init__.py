@@ -1,7 +1,6 @@
 """Define every knob of a run, with its default and one line of help. Pure data: this module does not import jax.
 
-The knobs of the model are in `config/model.py`, those of the optimizer in `config/optimizer.py`, and imported from here
-like all others.
+The knobs of the model, the optimizer and the pipeline have files of their own, and are imported from here like others.
 
 A TOML file holds only the values that differ from these defaults. The defaults are the shipped config `gpt_tiny`.
 """
@@ -18,6 +17,7 @@ from pydantic import BaseModel, Field
 
 from jaxdist.config.model import FAMILIES, ModelConfig
 from jaxdist.config.optimizer import OptimizerConfig
+from jaxdist.config.pipeline import PipelineConfig
 from jaxdist.config.values import (
     Count,
     CountOrZero,
@@ -25,7 +25,6 @@ from jaxdist.config.values import (
     FilePaths,
     GradientCompression,
     MicroBatches,
-    MicroBatchesOrZero,
     Minutes,
     PositiveSeconds,
     Resume,
@@ -153,47 +152,6 @@ class ParallelConfig(Section):
     offload: Literal["none", "optimizer"] = "none"
     """optimizer: keep the moments, and the master weights of precision mixed, in host memory between steps."""
     rules: RulesConfig = RulesConfig()
-
-
-class PipelineConfig(Section):
-    """Schedule of pipeline parallelism, which splits the layers over the pipeline axis of the mesh."""
-
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-u", "pipedream"] = "1f1b"
-    """gpipe: most memory; 1f1b: bounded; interleaved, zb-*: smaller bubble; pipedream: no bubble, stale gradients."""
-    microbatches: MicroBatchesOrZero = 0
-    """Micro-batches per step (M), instead of train.accumulation; 0: 8, or for pipedream 1, its only valid value."""
-    virtual_stages: CountOrZero = 0
-    """Virtual stages on each device (v); 0: 2 for interleaved, 1 for the others."""
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether a step begins before the previous one has ended."""
-        return self.schedule == "pipedream"
-
-    @property
-    def branches(self) -> bool:
-        """Whether each rank takes branches of its own; in other schedules all ranks run the same operations."""
-        return self.schedule in ("zb-h1", "pipedream")
-
-    @property
-    def micro(self) -> int:
-        """Micro-batches per step (M), with the default filled in.
-
-        PipeDream needs none, since it fills the pipeline with whole batches; the other schedules get 8.
-        """
-        if self.microbatches:
-            return self.microbatches
-        return 1 if self.asynchronous else 8
-
-    @property
-    def virtual(self) -> int:
-        """Virtual stages on each device (v), with the default filled in.
-
-        Only the interleaved schedule has more than one by default.
-        """
-        if self.virtual_stages:
-            return self.virtual_stages
-        return 2 if self.schedule == "interleaved" else 1
 
 
 class DataConfig(Section):

@@ -11,9 +11,10 @@ from functools import cached_property
 from typing import Any
 
 from jaxdist.config import RequestError
+from jaxdist.config.pipeline import SCHEDULES as TRAITS
 from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.formulas import free_bubble, in_flight, lockstep_bubble
-from jaxdist.parallel.pipeline.schedules import ONE_CHUNK, SCHEDULES, Schedule, make
+from jaxdist.parallel.pipeline.schedules import SCHEDULES, Schedule, make
 from jaxdist.parallel.pipeline.simulate import Bubble, Times, bubble, peak_in_flight
 from jaxdist.parallel.pipeline.table import Table, make_table
 from jaxdist.parallel.pipeline.validate import check_schedule, check_table
@@ -201,9 +202,8 @@ def measure(stages: int, microbatches: int, virtual_stages: int, schedule: str, 
 
 def _virtual(name: str, requested: int, schedules: int) -> int:
     """Return the virtual stages that a schedule runs with."""
-    if schedules > 1 and name in ONE_CHUNK:
+    traits = TRAITS[name]
+    if schedules > 1 and not traits.several:
         # It cannot have the requested chunks, but it is there to compare with.
         return 1
-    if requested:
-        return requested
-    return 2 if name == "interleaved" else 1
+    return requested or traits.chunks

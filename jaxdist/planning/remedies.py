@@ -187,15 +187,15 @@ def _changes(config: Config, layout: Layout) -> Iterator[Change]:
     parallel = config.parallel
     sizes = config.model
     pipelined = layout.size(PIPELINE) > 1
-    schedule = config.pipeline.schedule if pipelined else ""
+    not_recomputed = config.pipeline.traits.not_recomputed if pipelined else ()
 
-    if sizes.remat not in ("block", "stage", "offload") and not sizes.images and schedule != "zb-h1":
+    if sizes.remat not in ("block", "stage", "offload") and not sizes.images and "block" not in not_recomputed:
         yield "model.remat", "block"
-    if pipelined and sizes.remat != "stage" and schedule not in ("zb-h1", "zb-u"):
+    if pipelined and sizes.remat != "stage" and "stage" not in not_recomputed:
         yield "model.remat", "stage"
     if sizes.traits.routed and sizes.capacity_factor > 1:
         yield "model.capacity_factor", 1.0
-    if schedule == "gpipe":
+    if pipelined and config.pipeline.schedule == "gpipe":
         yield "pipeline.schedule", "1f1b"
     if parallel.zero < 3 and layout.size(*ZERO_AXES) > 1:
         yield "parallel.zero", 3

@@ -179,7 +179,7 @@ def a_stage_turns_back_late(patch: pytest.MonkeyPatch) -> None:
         found = pipedream(S, M, v)
         backward = found.backward.copy()
         backward[0] += 2
-        return schedules.Schedule("pipedream", S, M, 1, found.forward, backward, uniform=False, flush=False)
+        return schedules.Schedule("pipedream", S, M, 1, found.forward, backward)
 
     patch.setitem(schedules.SCHEDULES, "pipedream", late)
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from jaxdist.config import RequestError
+from jaxdist.config.pipeline import SCHEDULES as TRAITS
 from jaxdist.lab import schedules as lab
 from jaxdist.lab.__main__ import main
-from jaxdist.parallel.pipeline.schedules import ONE_CHUNK, SCHEDULES, make
+from jaxdist.parallel.pipeline.schedules import SCHEDULES, make
 from tests.lab.pages import assert_pasted
 
 
@@ -26,7 +27,7 @@ def test_all():
     assert result.passed
     assert [report.schedule.name for report in result.reports] == list(SCHEDULES)
     assert chunked(result) == {"interleaved": 2}
-    assert chunked(measure(virtual_stages=3)) == {name: 3 for name in SCHEDULES if name not in ONE_CHUNK}
+    assert chunked(measure(virtual_stages=3)) == {name: 3 for name in SCHEDULES if TRAITS[name].several}
     assert_pasted(result.lines(), "explanation/pipelines.md")
     assert max(map(len, result.lines())) <= 120
 

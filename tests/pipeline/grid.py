@@ -2,13 +2,14 @@
 
 from itertools import product
 
-from jaxdist.parallel.pipeline.schedules import ONE_CHUNK, SCHEDULES
+from jaxdist.config.pipeline import SCHEDULES
 
 STAGES, MICRO_BATCHES, VIRTUAL = (1, 2, 3, 4, 8), (1, 2, 3, 5, 8, 11), (1, 2, 3)
 
 
 def exists(name: str, v: int) -> bool:
-    return v == 1 if name in ONE_CHUNK else v > 1 if name == "interleaved" else True
+    traits = SCHEDULES[name]
+    return v >= traits.chunks and (v == 1 or traits.several)
 
 
 NAMES = [(name, v) for name, v in product(SCHEDULES, VIRTUAL) if exists(name, v)]

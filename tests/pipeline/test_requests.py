@@ -5,8 +5,8 @@ from typing import get_args
 import pytest
 
 from jaxdist.config import PipelineConfig
-from jaxdist.parallel.pipeline.schedules import ONE_CHUNK, SCHEDULES, make
-from jaxdist.request.checks.pipeline import CHUNKED
+from jaxdist.config.pipeline import SCHEDULES as TRAITS
+from jaxdist.parallel.pipeline.schedules import SCHEDULES, make
 
 
 @pytest.mark.parametrize(
@@ -31,10 +31,10 @@ def test_refused(request_, sentence):
 
 
 def test_what_may_be_asked_for_is_what_there_is():
-    """Configuration and checks may import no schedule: they spell the names once more."""
+    """Each name has a row of facts, for who may import no numpy, and a function."""
     asked = get_args(PipelineConfig.model_fields["schedule"].annotation)
-    assert set(asked) == set(SCHEDULES)
-    assert set(CHUNKED) == set(SCHEDULES) - set(ONE_CHUNK)
+    assert set(asked) == set(SCHEDULES) == set(TRAITS)
+    assert all(make(name, 2, 2, row.chunks).split == row.split for name, row in TRAITS.items())
 
 
 def test_one_object_for_all_who_ask_and_nobody_can_change_it():

@@ -19,6 +19,8 @@ from functools import lru_cache
 import numpy as np
 from jaxtyping import Int
 
+from jaxdist.config.pipeline import SCHEDULES as TRAITS
+
 Ticks = Int[np.ndarray, "chunks micro"]
 
 
@@ -34,16 +36,21 @@ class Schedule:
     backward: Ticks
     weight: Ticks | None = None
     """None where B is the whole backward pass."""
-    uniform: bool = True
-    """Every rank may run every slot that is occupied in a tick, with masks where it has nothing to do, and no time is
-    lost. False: one unit per tick and rank, which is only worth it where each rank runs its own."""
-    flush: bool = True
-    """Weights stay as they are for all M micro-batches, and the pipeline is empty in the end."""
 
     def __post_init__(self) -> None:
         # `make` hands the same object to all callers.
         for ticks in self.units.values():
             ticks.flags.writeable = False
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every rank may run every slot that is occupied in a tick (`config.pipeline.Traits`)."""
+        return TRAITS[self.name].uniform
+
+    @property
+    def flush(self) -> bool:
+        """Whether the pipeline is empty at the end of a step (`config.pipeline.Traits`)."""
+        return TRAITS[self.name].flush
 
     @property
     def units(self) -> dict[str, Ticks]:
@@ -183,7 +190,7 @@ def zb_h1(S: int, M: int, v: int = 1) -> Schedule:
     v chunks it is 1/v of that; in flight are (v-1) groups of `Places` and S chunks, v*S where S divides M.
     """
     F, B, W = _list_scheduling(Places(S, M, v))
-    return Schedule("zb-h1", S, M, v, F, B, W, uniform=False)
+    return Schedule("zb-h1", S, M, v, F, B, W)
 
 
 def pipedream(S: int, M: int, v: int = 1) -> Schedule:
@@ -198,7 +205,7 @@ def pipedream(S: int, M: int, v: int = 1) -> Schedule:
     forward = 2 * m + g
     # The last stage has its B in the tick after its F; a rank has F and B in turns.
     backward = 2 * m + 2 * S - 1 - g
-    return Schedule("pipedream", S, M, 1, forward, backward, uniform=False, flush=False)
+    return Schedule("pipedream", S, M, 1, forward, backward)
 
 
 def _list_scheduling(at: Places) -> tuple[Ticks, Ticks, Ticks]:
@@ -262,9 +269,6 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 }
 """Name on the command line -> (S, M, v) -> schedule."""
 
-ONE_CHUNK = ("gpipe", "1f1b", "pipedream")
-"""Schedules for one chunk per rank."""
-
 
 @lru_cache(maxsize=64)
 def make(name: str, S: int, M: int, v: int = 1) -> Schedule:
@@ -277,10 +281,11 @@ def make(name: str, S: int, M: int, v: int = 1) -> Schedule:
     for number, what in ((S, "stages"), (M, "micro-batches"), (v, "virtual stages")):
         if number < 1:
             raise ValueError(f"{number} {what} are no pipeline; ask for 1 or more")
-    if name in ONE_CHUNK and v > 1:
+    traits = TRAITS[name]
+    if v > 1 and not traits.several:
         raise ValueError(
             f"schedule {name} has 1 virtual stage, but {v} were asked for; ask for 1, or for schedule interleaved"
         )
-    if name == "interleaved" and v == 1:
-        raise ValueError("schedule interleaved with 1 virtual stage is 1f1b; ask for 2 or more, or for schedule 1f1b")
+    if v < traits.chunks:
+        raise ValueError(f"schedule {name} with 1 virtual stage is 1f1b; ask for 2 or more, or for schedule 1f1b")
     return SCHEDULES[name](S, M, v)

@@ -15,6 +15,7 @@ from itertools import product
 import numpy as np
 
 from jaxdist.config import Config, RequestError
+from jaxdist.config.pipeline import SCHEDULES as TRAITS
 from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape, crossing
 from jaxdist.mesh.context import SHORTEST_PART
 from jaxdist.mesh.split import Split
@@ -34,19 +35,16 @@ rank."""
 REMATS = ("none", "dots", "block", "stage")
 """Activation checkpointing, ordered by how much it recomputes."""
 
-SCHEDULES = ("", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-u")
+SCHEDULES = ("", *(name for name, traits in TRAITS.items() if traits.proposed))
 """Pipeline schedules; the first is for candidates without a pipeline."""
 
-SPLIT = [SCHEDULES.index(name) for name in ("zb-h1", "zb-u")]
+SPLIT = [number for number, name in enumerate(SCHEDULES) if name and TRAITS[name].split]
 """The schedules that split the backward pass in two."""
 
-ZB_H1 = SCHEDULES.index("zb-h1")
-"""The schedule in which ranks take branches of their own: a ring must not lie in one."""
+BRANCHING = [number for number, name in enumerate(SCHEDULES) if name and not TRAITS[name].uniform]
+"""The schedules in which ranks take branches of their own: a ring must not lie in one."""
 
-CHUNKS = {"interleaved": (2, 4), "zb-h1": (1, 2), "zb-u": (1, 2)}
-"""The numbers of chunks on each rank that are tried; 1 for the other schedules."""
-
-SCHEDULES_AND_CHUNKS = [(number, v) for number, name in enumerate(SCHEDULES) if name for v in CHUNKS.get(name, (1,))]
+SCHEDULES_AND_CHUNKS = [(number, v) for number, name in enumerate(SCHEDULES) if name for v in TRAITS[name].proposed]
 """The pairs of a schedule's index and chunks on each rank that a pipeline can have."""
 
 
@@ -174,13 +172,13 @@ def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
     batch = config.train.global_batch_size % (c[REPLICA] * c[DATA] * c[EXPERT] * c["micro"]) == 0
     layers = config.model.layers >= c[PIPELINE] * c["virtual"]
 
-    # Without a pipeline, `stage` is the same as `block`; a request refuses what these schedules cannot recompute.
-    stage = c["remat"] == REMATS.index("stage")
-    block = c["remat"] == REMATS.index("block")
-    split = np.isin(c["schedule"], SPLIT)
-    zb_h1 = c["schedule"] == ZB_H1
-    remat = np.where(staged, ~(stage & split) & ~(block & zb_h1), ~stage)
-    no_ring_in_branch = ~zb_h1 | (c[CONTEXT] == 1) | _ulysses_divides(config, c)
+    # Without a pipeline, `stage` is the same as `block`.
+    remat = staged | (c["remat"] != REMATS.index("stage"))
+    for number, name in enumerate(SCHEDULES):
+        if name:
+            refused = [REMATS.index(value) for value in TRAITS[name].not_recomputed]
+            remat &= (c["schedule"] != number) | ~np.isin(c["remat"], refused)
+    no_ring_in_branch = ~np.isin(c["schedule"], BRANCHING) | (c[CONTEXT] == 1) | _ulysses_divides(config, c)
     return sequence & zero & outside & batch & layers & remat & no_ring_in_branch
 
 

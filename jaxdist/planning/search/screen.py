@@ -33,7 +33,7 @@ from jaxdist.planning.predicted_collectives import (
     REDUCE_SCATTER,
 )
 from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, Messages, Waits, attention_seconds, ring_waits
-from jaxdist.planning.search.candidates import MESH, REMATS, SCHEDULES, SPLIT, ZB_H1, neutral_config
+from jaxdist.planning.search.candidates import BRANCHING, MESH, REMATS, SCHEDULES, SPLIT, neutral_config
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import (
     Device,
@@ -272,7 +272,7 @@ class Screen(Sizes):
         if c[CONTEXT].max(initial=1) == 1:
             return np.zeros(len(c[CONTEXT]))
         # All ranks of a pipeline take part in every tick, but for those that branch.
-        waits_in_ticks = self.staged & (c["schedule"] != ZB_H1)
+        waits_in_ticks = self.staged & ~np.isin(c["schedule"], BRANCHING)
         ticks = 1 + np.where(waits_in_ticks, (c[PIPELINE] - 1) / (c["micro"] * c["virtual"]), 0)
         backward = c["micro"] * self.layers_held * ticks
         # Only without activation checkpointing are the results of attention kept.

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxdist.config import Config
+from jaxdist.config.pipeline import SCHEDULES
 from jaxdist.mesh import DATA, MODEL, PIPELINE
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import remedy, to
 from jaxdist.request.checks.mesh import fit, is_one
 from jaxdist.request.checks.registry import check
-
-CHUNKED = ("interleaved", "zb-h1", "zb-u")
-"""Schedules that may give each device more than one virtual stage."""
-
-NOT_RECOMPUTED = {"zb-h1": ("stage", "block"), "zb-u": ("stage",)}
-"""Values of `model.remat` that a schedule does not take."""
 
 
 def _to_1f1b(config: Config) -> str:
@@ -30,13 +25,18 @@ def _virtual_stages(config: Config) -> Iterator[str]:
     schedule = config.pipeline.schedule
     virtual = config.pipeline.virtual_stages
     conflict = f"pipeline.virtual_stages is {virtual}, but pipeline.schedule {schedule}"
-    if virtual > 1 and schedule not in CHUNKED:
-        others = [name for name in CHUNKED if config.model.remat not in NOT_RECOMPUTED.get(name, ())]
+    traits = config.pipeline.traits
+    if virtual > 1 and not traits.several:
+        remat = config.model.remat
+        others = [name for name, other in SCHEDULES.items() if other.several and remat not in other.not_recomputed]
         yield f"{conflict} has one stage on each device; " + remedy(
             "pipeline.virtual_stages to 1", to("pipeline.schedule", others)
         )
-    if virtual == 1 and schedule == "interleaved":
-        yield f"{conflict} needs at least 2; " + remedy("pipeline.virtual_stages to 2", "pipeline.schedule to 1f1b")
+    if 0 < virtual < traits.chunks:
+        needed = traits.chunks
+        yield f"{conflict} needs at least {needed}; " + remedy(
+            f"pipeline.virtual_stages to {needed}", "pipeline.schedule to 1f1b"
+        )
 
 
 @check("pipeline.schedule", "model.remat")
@@ -44,7 +44,7 @@ def _recomputing(config: Config) -> Iterator[str]:
     schedule = config.pipeline.schedule
     remat = config.model.remat
     conflict = f"model.remat is {remat}, but pipeline.schedule {schedule}"
-    if remat not in NOT_RECOMPUTED.get(schedule, ()):
+    if remat not in config.pipeline.traits.not_recomputed:
         return
     if remat == "stage":
         yield f"{conflict} keeps what both halves of a backward pass need; " + remedy(
@@ -105,7 +105,7 @@ def _layers(split: Split) -> Iterator[str]:
     layers = config.model.layers
     pipeline = config.pipeline
     # A schedule that cannot have more than one is another check's.
-    virtual = pipeline.virtual if pipeline.schedule in CHUNKED else 1
+    virtual = pipeline.virtual if pipeline.traits.several else 1
     if ranks == 1 or config.model.images or layers >= ranks * virtual:
         return
     stages = f"{ranks} stages"
@@ -116,7 +116,7 @@ def _layers(split: Split) -> Iterator[str]:
     if fewer_ranks > 1:
         remedies.append(f"the {PIPELINE} axis to {fewer_ranks}")
     fewer_virtual = layers // ranks
-    if fewer_virtual > 1 or (fewer_virtual == 1 and pipeline.schedule != "interleaved"):
+    if fewer_virtual >= pipeline.traits.chunks:
         remedies.append(f"pipeline.virtual_stages to {fewer_virtual}")
     if virtual > 1 and layers >= ranks:
         remedies.append(_to_1f1b(config))
