@@ -24,7 +24,7 @@ import jax
 import pytest
 
 from jaxdist.process.stop_signals import SIGNALS
-from tests import program_cache
+from tests import program_cache, touched
 
 # A collective of a virtual device may hold a thread of XLA until the others come. On a busy machine of 2 cores a step
 # was once seen to wait for ever: more threads than cores, and than devices, cost nothing that could be measured.
@@ -33,14 +33,38 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.devices()  # made now, so that a command that a test runs in this process finds them and makes no others
 
+TOUCHED = pytest.StashKey[tuple[str, list[str], set]]()
+"""What is compared with, the files that differ, and the files of tests that can see them."""
+
+SECONDS, LONG = "jaxdist/seconds", 0.5
+
 
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # and not in each process of pytest-xdist
         program_cache.prune()
+    if config.getoption("--touched") is not None:
+        base, changes = touched.changed(config.getoption("--touched"))
+        tests = touched.Graph(touched.python_files()).tests(changes)
+        config.stash[TOUCHED] = base, changes, {touched.ROOT / path for path in tests}
 
 
 def pytest_addoption(parser):
     parser.addoption("--exhaustive", action="store_true", help="run the whole matrices, and nothing else")
+    parser.addoption(
+        "--touched",
+        metavar="BASE",
+        nargs="?",
+        const="",
+        help="run the files of tests that can see what has changed since BASE, the slowest tests last; without BASE: "
+        "what is not committed, or, where all is, what this branch has changed",
+    )
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files that cannot see the change are not even read."""
+    if config.getoption("--touched") is None or not collection_path.match("test_*.py"):
+        return None
+    return collection_path not in config.stash[TOUCHED][2] or None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -48,7 +72,30 @@ def pytest_collection_modifyitems(config, items):
     wanted = config.getoption("--exhaustive")
     chosen = [item for item in items if ("exhaustive" in item.keywords) == wanted]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    if config.getoption("--touched") is not None:
+        workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
+        chosen = touched.in_order(chosen, _seconds(config), workers)
     items[:] = chosen
+
+
+def _seconds(config) -> dict[str, float]:
+    """Of the tests that took long when they ran last."""
+    return config.cache.get(SECONDS, {}) if hasattr(config, "cache") else {}
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say what `--touched` has chosen, and keep what took long for the next time."""
+    if config.getoption("--touched") is not None:
+        base, changes, tests = config.stash[TOUCHED]
+        terminalreporter.write_line(
+            f"touched: {len(changes)} files differ from {base}; {len(tests)} files of tests can see them"
+        )
+    if hasattr(config, "cache"):
+        seconds = _seconds(config)
+        for report in terminalreporter.getreports("passed"):
+            if report.when == "call" and (report.duration > LONG or report.nodeid in seconds):
+                seconds[report.nodeid] = round(report.duration, 1)
+        config.cache.set(SECONDS, seconds)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,6 +7,8 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
+from tests.touched import words
+
 PACKAGE = Path(__file__).parent.parent / "jaxdist"
 FILES = sorted(PACKAGE.rglob("*.py"))
 COMMANDS = {"train", "evaluate", "generate", "explain", "plan", "checkpoints", "launch", "doctor", "completion"}
@@ -81,23 +83,9 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(path: Path, everywhere: bool = True) -> set[str]:
-    """Modules that a file imports; only at its top when not `everywhere`. What only types need does not count."""
-    tree = parsed(path)
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    found = set()
-    for node in ast.walk(tree) if everywhere else tree.body:
-        if id(node) in typing_only:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return found
+    """Names that a file imports; only at its top when not `everywhere`. What only types need does not count."""
+    own = words(path)
+    return set(own.at_once | own.later) if everywhere else set(own.at_once)
 
 
 def breaks(module: str, rule: str) -> bool:

@@ -18,7 +18,7 @@ FENCED = re.compile(r"^(`{3,})([^`\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 
 OF_OTHERS = {
     "docker": {"--ipc", "--shm-size"},
-    "pytest": {"--exhaustive"},
+    "pytest": {"--exhaustive", "--touched"},
     "scripts": {"--check", "--jaxdist", "--table"},  # of scripts/ and benchmarks/
     "Slurm": {
         "--exclusive",
