@@ -33,7 +33,7 @@ class Kept:
     def has_best(self):
         return bool(self.best)
 
-    def owed_by(self, found):
+    def rounded_by(self, found):
         return 0
 
     def replicas_of(self, found):
