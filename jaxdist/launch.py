@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from jaxdist.cluster.process_env import SLURM_SITE, check_alone
 from jaxdist.config import Busy, Config, RequestError, nearest
-from jaxdist.config.values import MOST_DEVICES, CountOrZero, FileName, OnHost, OnHostOrZero, PositiveMinutes, Suggested
-from jaxdist.output.units import counted, divisors
-from jaxdist.request import Extra, Request, arguments, check_mesh_fits, fits, fitting, run
+from jaxdist.config.values import CountOrZero, FileName, OnHost, OnHostOrZero, PositiveMinutes, Suggested
+from jaxdist.output.units import counted
+from jaxdist.request import Extra, Request, arguments, run
+from jaxdist.request.checks.devices import check_cpus, check_gpus, check_nodes, fills, tasks_per_node
 from jaxdist.request.knobs import KNOBS, canonical, option
 
 if TYPE_CHECKING:
@@ -132,13 +133,6 @@ def words(config: str | None, options: Mapping[str, str]) -> list[str]:
     return settings
 
 
-def fills(config: Config, processes: int, each: int) -> bool:
-    """Return whether a mesh with a `-1` uses all devices of `processes` processes with `each` devices."""
-    from jaxdist.mesh import FILL, requested
-
-    return FILL in requested(config.mesh).values() and fits(config, processes * each)
-
-
 def slurm(argv: list[str]) -> int:
     """Print the sbatch script of a run, or submit it. Return the exit code."""
     from jaxdist.cluster.slurm import make_logs, submit
@@ -198,7 +192,7 @@ def slurm_arguments(argv: list[str]) -> Request:
 def slurm_script(request: Request) -> Script:
     """Return the sbatch script of the request. Raises `RequestError` if it could not run. Writes nothing."""
     from jaxdist.cluster.slurm import Script, check_container, check_environment, check_partition, warning
-    from jaxdist.cluster.slurm_values import seconds
+    from jaxdist.cluster.slurm_values import node_counts, seconds
     from jaxdist.data.documents import paths_of
     from jaxdist.training.checkpoint.step_dir import StepDir
     from jaxdist.training.run_dir import RunFolder
@@ -218,7 +212,7 @@ def slurm_script(request: Request) -> Script:
             f"{config.checkpoint.grace_seconds:.12g}; lower that, or request more time"
         )
     tasks = tasks_per_node(extras["tasks_per_node"], extras["gpus_per_node"])
-    check_devices(config, extras["nodes"], extras["gpus_per_node"], tasks)
+    check_nodes(config, *node_counts(extras["nodes"]), extras["gpus_per_node"], tasks)
     check_partition(extras["partition"], extras["nodes"])
     # The script sets these two itself.
     options = {name: text for name, text in request.overrides.items() if name not in ("run_dir", "resume")}
@@ -257,88 +251,6 @@ def check_unfinished(folder: RunFolder, config: Config) -> None:
     step = StepDir(folder.checkpoints).last_step(steps, thorough=False)
     if step and config.resume == "auto":
         raise RequestError(f"{folder.path} is finished at step {step}; to start anew, name another --run-dir")
-
-
-def tasks_per_node(requested: int, gpus: int) -> int:
-    """Return the number of processes of a node: `requested`, or if 0 one per GPU, or 1.
-
-    Raises `RequestError` if the GPUs of a node do not divide by its processes.
-    """
-    if gpus and requested and gpus % requested:
-        choices = ", ".join(str(n) for n in divisors(gpus))
-        raise RequestError(
-            f"{counted(gpus, 'GPU')} of a node cannot be divided by {requested} processes; ask for {choices} of them"
-        )
-    return requested or gpus or 1
-
-
-def check_devices(config: Config, nodes: str, gpus: int, tasks: int) -> None:
-    """Raise `RequestError` if the mesh, or a size of the run, does not fit the devices of the nodes.
-
-    `gpus` and `tasks` are the numbers for one node; without GPUs each task splits its CPU into devices.
-    """
-    from jaxdist.cluster.slurm_values import node_counts
-    from jaxdist.mesh import FILL, requested
-
-    fewest, most = node_counts(nodes)
-    # A mesh without a `-1` fits only one number of nodes.
-    if fewest != most and FILL not in requested(config.mesh).values():
-        raise RequestError(f"mesh {config.mesh} is the same on {nodes} nodes; let one axis fill them, such as -1x1x1")
-    if gpus:
-        check_gpus(
-            config,
-            fewest * gpus,
-            most * gpus,
-            f"{counted(most, 'node')} with {counted(gpus, 'GPU')} each, {most * gpus} in all",
-        )
-    else:
-        check_cpus(config, most * tasks, f"{counted(most, 'node')} with {counted(tasks, 'process')} each")
-
-
-def check_gpus(config: Config, fewest: int, most: int, where: str) -> None:
-    """Raise `RequestError` if the mesh, or a size of the run, does not fit the GPUs that `where` describes."""
-    from jaxdist.mesh import FILL, fixed_devices, requested
-
-    if most > MOST_DEVICES:
-        raise RequestError(f"{where}: a run has at most {MOST_DEVICES}; ask for fewer")
-    shape = requested(config.mesh)
-    fixed = fixed_devices(shape)
-    matches = fixed == most
-    if FILL in shape.values():
-        # The largest number of nodes must fit exactly; the smallest must hold at least the fixed axes.
-        matches = most % fixed == 0 and fixed <= fewest
-    if not matches:
-        raise RequestError(f"mesh {config.mesh} does not fit {where}: its axes must multiply to the number of devices")
-    check_sizes(config, most)
-
-
-def check_cpus(config: Config, processes: int, where: str) -> None:
-    """Raise `RequestError` as `check_gpus` does, for processes that split their CPU into devices."""
-    from jaxdist.mesh import MOST_CPU_DEVICES, devices_asked, requested
-
-    devices = devices_asked(requested(config.mesh), processes)
-    each, rest = divmod(devices, processes)
-    if rest:
-        raise RequestError(
-            f"mesh {config.mesh} does not fit {where}: its {counted(devices, 'CPU device')} do not divide "
-            f"by {counted(processes, 'process')}; ask for another mesh, or another number of processes"
-        )
-    if each > MOST_CPU_DEVICES:
-        raise RequestError(
-            f"mesh {config.mesh} does not fit {where}: each would split its CPU into {each} devices, but at most "
-            f"{MOST_CPU_DEVICES} are possible"
-        )
-    check_sizes(config, devices)
-
-
-def check_sizes(config: Config, devices: int) -> None:
-    """Raise `RequestError` if a size of the run does not divide over the mesh on `devices` devices."""
-    from jaxdist.mesh import AUTO, fill, requested
-    from jaxdist.mesh.split import Split
-
-    # The automatic mesh is chosen so that the sizes divide.
-    if config.mesh != AUTO:
-        check_mesh_fits(Split(config, fill(requested(config.mesh), fitting(config, devices))))
 
 
 WHERE = {"local": local, "slurm": slurm}

@@ -12,6 +12,7 @@ from jaxdist import launch
 from jaxdist.cluster.local import Supervisor, shares
 from jaxdist.config import Config, RequestError
 from jaxdist.process.stop_signals import SIGNALS
+from jaxdist.request.checks.devices import fills
 from jaxdist.training.run_dir import RunFolder
 
 PROCESS = """
@@ -224,9 +225,9 @@ def test_but_not_while_checkpoints_are_made(job):
 
 def test_only_a_mesh_that_fills_up_does_with_fewer():
     config = Config(mesh="-1x1x1", train=dict(global_batch_size=12))
-    assert [n for n in range(1, 9) if launch.fills(config, n, 1)] == [1, 2, 3, 4, 6]
-    assert [n for n in range(1, 9) if launch.fills(config, n, 2)] == [1, 2, 3, 6]
-    assert not any(launch.fills(config.model_copy(update={"mesh": "2x1x1"}), n, 1) for n in range(1, 9))
+    assert [n for n in range(1, 9) if fills(config, n, 1)] == [1, 2, 3, 4, 6]
+    assert [n for n in range(1, 9) if fills(config, n, 2)] == [1, 2, 3, 6]
+    assert not any(fills(config.model_copy(update={"mesh": "2x1x1"}), n, 1) for n in range(1, 9))
 
 
 def test_gpus_are_dealt_out(monkeypatch):

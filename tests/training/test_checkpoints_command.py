@@ -17,6 +17,7 @@ from jaxdist import checkpoints, train
 from jaxdist.config import Failed, RequestError
 from jaxdist.request import load
 from jaxdist.training.checkpoint.step_dir import StepDir
+from jaxdist.training.listing import prune
 from jaxdist.training.run_dir import RunFolder
 from tests.training.conftest import SMALL, over
 from tests.training.test_going_back import damage
@@ -196,7 +197,7 @@ def test_prune_removes_whole_steps_that_were_set_aside_once_the_run_has_come_as_
     for step_dir, steps in ((newest, (10, 20)), (best, (10,)), (aside, (15, 20, 25)), (best_aside, (15,))):
         for step in steps:
             put(step_dir, step)
-    found = checkpoints.prune(tmp_path, newest=3, every=0)
+    found = prune(tmp_path, newest=3, every=0)
     assert found["removed"] == [str(aside.path(15)), str(aside.path(20)), str(best_aside.path(15))]
     assert found["left"] == {str(aside.path(25)): "it is set aside, and no later step is whole"}
     left = [step_dir.steps() for step_dir in (newest, best, aside, best_aside)]
