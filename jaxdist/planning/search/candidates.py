@@ -177,7 +177,7 @@ def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
     for number, name in enumerate(SCHEDULES):
         if name:
             refused = [REMATS.index(value) for value in TRAITS[name].not_recomputed]
-            remat &= (c["schedule"] != number) | ~np.isin(c["remat"], refused)
+            remat = remat & ((c["schedule"] != number) | ~np.isin(c["remat"], refused))
     no_ring_in_branch = ~np.isin(c["schedule"], BRANCHING) | (c[CONTEXT] == 1) | _ulysses_divides(config, c)
     return sequence & zero & outside & batch & layers & remat & no_ring_in_branch
 
