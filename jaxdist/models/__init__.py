@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig, lora
 from jaxdist.models import images
-from jaxdist.models.attention import Starts
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.decoding import Attend, block_with
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.gpt import GPT
+from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.models.llama import Llama
 from jaxdist.models.moe import Moe
 from jaxdist.sharding import COUNTED, LAYERS, ONE_DEVICE, Layout, LogicalAxes, Params, name_of, wide
@@ -68,28 +68,23 @@ class Model:
         return jax.tree.map_with_path(cast, params)
 
     def embed(
-        self, params: Params, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts = None
+        self, params: Params, tokens: Int[Array, "B S"], inputs: BlockInputs = NO_INPUTS
     ) -> Float[Array, "B s D"]:
-        """Return the residual stream before the first block; `keys` are those of dropout, one a row.
+        """Return the residual stream before the first block.
 
         `s` is the part of the sequence that this device holds: S without sequence parallelism.
         """
-        return nnx.merge(self.graph, params).embed(tokens, keys, starts)
+        return nnx.merge(self.graph, params).embed(tokens, inputs)
 
-    def block(
-        self, layer: Params, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts = None
-    ) -> Float[Array, "B s D"]:
-        """Return the residual stream after one layer; `layer` is a slice of `params["blocks"]`.
-
-        `keys` are those of this layer's dropout, one a row; None without dropout.
-        """
-        return nnx.merge(self.block_graph, layer)(x, keys, starts)
+    def block(self, layer: Params, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
+        """Return the residual stream after one layer; `layer` is a slice of `params["blocks"]`."""
+        return nnx.merge(self.block_graph, layer)(x, inputs)
 
     def block_with(
-        self, layer: Params, x: Float[Array, "B S D"], starts: Starts, attend: Attend
+        self, layer: Params, x: Float[Array, "B S D"], inputs: BlockInputs, attend: Attend
     ) -> tuple[Float[Array, "B S D"], Any]:
         """Return what `decoding.block_with` does for one layer, without dropout."""
-        return block_with(nnx.merge(self.block_graph, layer), x, starts, attend)
+        return block_with(nnx.merge(self.block_graph, layer), x, inputs, attend)
 
     def loss(self, params: Params, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
         """Return the summed cross-entropy in nats over the labels that are not -1."""

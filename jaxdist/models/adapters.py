@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from jaxdist.config import ModelConfig, lora
 from jaxdist.models.dropout import dropped, masks
+from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.parameters import constant, normal
 from jaxdist.parallel import region
 from jaxdist.sharding import LETTERS, Layout, LogicalAxes, wide
@@ -68,11 +69,11 @@ class LowRank(nnx.Module):
         self.a = nnx.Param(normal(rngs.adapters(), (*shape.inputs, rank), deviation), axes=(*shape.input_axes, of_a))
         self.b = constant(0.0, (rank, *shape.outputs), (of_b, *shape.output_axes))
 
-    def __call__(self, x: Float[Array, "B S ..."], keys: Key[Array, " B"] | None) -> Float[Array, "B S ..."]:
-        """Return (alpha / r) dropout(x) A B, as partial sums where x is split; `keys` are those of dropout."""
+    def __call__(self, x: Float[Array, "B S ..."], inputs: BlockInputs) -> Float[Array, "B S ..."]:
+        """Return (alpha / r) dropout(x) A B, as partial sums where x is split."""
         a = self.a[...]
         b = self.b[...]
-        drops = () if keys is None or self.rate == 0.0 else (keys,)
+        drops = () if inputs.keys is None or self.rate == 0.0 else (inputs.keys,)
         if self.layout.manual:
             return self._local(self.layout, x, a, b, *drops)
         inner = replace(self.layout, manual=True)
@@ -125,7 +126,7 @@ class Adapters(nnx.Module):
                 setattr(self, target, LowRank(config, layout, target, shape, rngs))
 
     def onto(
-        self, y: Float[Array, "B S ..."], x: Float[Array, "B S D"], keys: Key[Array, " B"] | None
+        self, y: Float[Array, "B S ..."], x: Float[Array, "B S D"], inputs: BlockInputs
     ) -> Float[Array, "B S ..."]:
         """Return `y`, the product of x and the fused weight, plus what the pairs make of x.
 
@@ -133,22 +134,20 @@ class Adapters(nnx.Module):
         """
         if len(self.columns) == 1:
             pair = getattr(self, self.columns[0], None)
-            return y if pair is None else y + pair(x, keys)
+            return y if pair is None else y + pair(x, inputs)
         others = len(self.columns) - 1
         dim = self.dim
         sizes = (y.shape[dim] - others, *(1 for _ in range(others)))
         parts = []
         for target, part in zip(self.columns, jax.lax.split(y, sizes, axis=dim), strict=True):
             pair = getattr(self, target, None)
-            parts.append(part if pair is None else part + pair(x, keys))
+            parts.append(part if pair is None else part + pair(x, inputs))
         return jnp.concatenate(parts, axis=dim)
 
-    def of_rows(
-        self, target: str, x: Float[Array, "B S ..."], keys: Key[Array, " B"] | None
-    ) -> Float[Array, "B S D"] | None:
+    def of_rows(self, target: str, x: Float[Array, "B S ..."], inputs: BlockInputs) -> Float[Array, "B S D"] | None:
         """Return what the pair beside a weight with split rows adds, as partial sums; None if there is no pair."""
         pair = getattr(self, target, None)
-        return None if pair is None else pair(x, keys)
+        return None if pair is None else pair(x, inputs)
 
 
 def attention_adapters(config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> Adapters | None:

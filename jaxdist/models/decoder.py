@@ -14,7 +14,7 @@ from jaxdist.sharding import Layout
 class Decoder(nnx.Module):
     """A decoder as `embed`, `blocks` (all layers, stacked on a leading L) and `loss` or `logits`, to run in this order.
 
-    A model sets the attributes below and adds `embed(tokens, keys, starts)`.
+    A model sets the attributes below and adds `embed(tokens, inputs)`.
     """
 
     layout: Layout

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.layers import Attention, GroupedAttention
-from jaxdist.parallel.context import Attended, Starts
+from jaxdist.parallel.context import Attended
 from jaxdist.sharding import wide
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -38,15 +39,15 @@ class Residual(Protocol):
 
 
 def block_with(
-    block: Residual, x: Float[Array, "B S D"], starts: Starts, attend: Attend
+    block: Residual, x: Float[Array, "B S D"], inputs: BlockInputs, attend: Attend
 ) -> tuple[Float[Array, "B S D"], Any]:
     """Return (the residual stream after `block`, what `attend` has returned beside its result).
 
-    `starts` gives the tokens their positions, as in training: the token at index i is at position i - starts.
+    `inputs.starts` gives the tokens their positions, as in training: the token at index i is at position i - starts.
     """
-    q, k, v = block.attention.heads(block.norm1(x), starts)
+    q, k, v = block.attention.heads(block.norm1(x), inputs)
     found, further = attend(q, k, v)
-    x = x + block.attention.contract(found)
+    x = x + block.attention.contract(found, inputs)
     return x + block.mlp(block.norm2(x)), further
 
 

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
+from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.models.parameters import constant, weight
 from jaxdist.parallel import region
 from jaxdist.parallel.experts import ROUTING, Dispatch, rounds_for
@@ -93,8 +94,8 @@ class Experts(nnx.Module):
         self.shared_gate_up = weight(rngs, (embed, 2, shared), ("embed", None, "mlp")) if shared else None
         self.shared_down = weight(rngs, (shared, embed), ("mlp", "embed"), out_scale) if shared else None
 
-    def __call__(self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None = None) -> Float[Array, "B s D"]:
-        """Return the weighted sum of the results of each token's experts; `keys` are not used: there is no dropout."""
+    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
+        """Return the weighted sum of the results of each token's experts; there is no dropout."""
         held = (
             self.router,
             self.balance,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
 from jaxdist.models.adapters import mlp_adapters
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.dropout import dropout
-from jaxdist.models.layers import MLP, Attention, LayerNorm, positions_of
+from jaxdist.models.inputs import BlockInputs
+from jaxdist.models.layers import MLP, Attention, LayerNorm
 from jaxdist.models.parameters import weight
-from jaxdist.parallel.context import Starts
 from jaxdist.parallel.tensor import lookup
 from jaxdist.sharding import POSITIONS, RESIDUAL, Layout, spread
 
@@ -31,12 +31,10 @@ class Block(nnx.Module):
         self.norm2 = LayerNorm(config.embed, config.norm_eps)
         self.mlp = MLP(config.embed, config.mlp_size, layout, rngs, out_scale, mlp_adapters(config, layout, rngs))
 
-    def __call__(
-        self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts
-    ) -> Float[Array, "B s D"]:
-        """Return the residual stream after the block; `keys` are those of dropout, one a row."""
-        x = x + dropout(self.layout, self.attention(self.norm1(x), starts, keys), self.rate, keys, site=0)
-        return x + dropout(self.layout, self.mlp(self.norm2(x), keys), self.rate, keys, site=1)
+    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs) -> Float[Array, "B s D"]:
+        """Return the residual stream after the block."""
+        x = x + dropout(self.layout, self.attention(self.norm1(x), inputs), self.rate, inputs.keys, site=0)
+        return x + dropout(self.layout, self.mlp(self.norm2(x), inputs), self.rate, inputs.keys, site=1)
 
 
 class GPT(Decoder):
@@ -52,15 +50,15 @@ class GPT(Decoder):
         self.norm = LayerNorm(config.embed, config.norm_eps)
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 
-    def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
+    def embed(self, tokens: Int[Array, "B S"], inputs: BlockInputs) -> Float[Array, "B s D"]:
         """Return the residual stream before the first block; positions are counted from the start of each document."""
         x = lookup(self.layout, self.table[...], tokens, size=self.vocab)
         table = self.positions[...]
-        if starts is None and self.layout.split(POSITIONS) == self.layout.split(RESIDUAL):
+        if inputs.starts is None and self.layout.split(POSITIONS) == self.layout.split(RESIDUAL):
             x = x + spread(table[: tokens.shape[1]], x)
         else:
             # A lookup, because each row has its own positions, or each device its own part of the sequence.
-            starts = jnp.zeros_like(tokens) if starts is None else starts
-            places = positions_of(self.layout, tokens.shape[1], starts)
+            starts = jnp.zeros_like(tokens) if inputs.starts is None else inputs.starts
+            places = inputs._replace(starts=starts).positions(self.layout, tokens.shape[1])
             x = x + lookup(self.layout, table, places, POSITIONS)
-        return dropout(self.layout, x, self.rate, keys, site=0)
+        return dropout(self.layout, x, self.rate, inputs.keys, site=0)

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
 from jaxdist.models.adapters import Adapters, attention_adapters
 from jaxdist.models.attention import causal_attention
+from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.models.parameters import constant, weight
-from jaxdist.parallel.context import Starts
 from jaxdist.parallel.tensor import PRODUCT, einsum, enter, mean_over_heads
 from jaxdist.sharding import Layout, spread, wide
 
@@ -76,13 +76,13 @@ def column(
     x: Float[Array, "B s D"],
     w: Float[Array, "D ..."],
     adapters: Adapters | None = None,
-    keys: Key[Array, " B"] | None = None,
+    inputs: BlockInputs = NO_INPUTS,
 ) -> Float[Array, "B S ..."]:
     """Multiply the residual stream by a weight whose columns are split along `logical` (column-parallel).
 
     Only `x` is kept, as it lies on the residual stream. Where that is split along the sequence, the backward pass
     gathers it again (Korthikanti et al. 2022, section 4.2.2); nothing needs the result again. `adapters` add to the
-    pieces of the weight, which lie along C; `keys` are those of their dropout.
+    pieces of the weight, which lie along C.
     """
 
     @recomputed
@@ -92,7 +92,7 @@ def column(
         if adapters is None:
             return y
         # Named too, so that a layer that keeps its products need not add to them again.
-        return checkpoint_name(adapters.onto(y, entered, keys), PRODUCT)
+        return checkpoint_name(adapters.onto(y, entered, inputs), PRODUCT)
 
     return product(x, w)
 
@@ -108,22 +108,20 @@ class CausalAttention(nnx.Module):
     out: nnx.Param
     lora: Adapters | None
 
-    def __call__(
-        self, x: Float[Array, "B s D"], starts: Starts, keys: Key[Array, " B"] | None = None
-    ) -> Float[Array, "B s D"]:
-        """Return the output of all heads on the residual stream; `keys` are those of the adapters' dropout."""
-        q, k, v = self.heads(x, starts, keys)
-        return self.contract(causal_attention(self.layout, q, k, v, starts, self.window), keys)
+    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs) -> Float[Array, "B s D"]:
+        """Return the output of all heads on the residual stream."""
+        q, k, v = self.heads(x, inputs)
+        return self.contract(causal_attention(self.layout, q, k, v, inputs.starts, self.window), inputs)
 
     def heads(
-        self, x: Float[Array, "B s D"], starts: Starts, keys: Key[Array, " B"] | None = None
+        self, x: Float[Array, "B s D"], inputs: BlockInputs
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         """Return queries, keys and values, at their positions."""
         raise NotImplementedError
 
-    def contract(self, out: Float[Array, "B S N H"], keys: Key[Array, " B"] | None = None) -> Float[Array, "B s D"]:
+    def contract(self, out: Float[Array, "B S N H"], inputs: BlockInputs) -> Float[Array, "B s D"]:
         """Contract what the heads have found back onto the residual stream."""
-        beside = None if self.lora is None else self.lora.of_rows("o_proj", out, keys)
+        beside = None if self.lora is None else self.lora.of_rows("o_proj", out, inputs)
         return einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...], beside)
 
 
@@ -143,18 +141,18 @@ class Attention(CausalAttention):
         self.lora = attention_adapters(config, layout, rngs)
 
     def heads(
-        self, x: Float[Array, "B s D"], starts: Starts, keys: Key[Array, " B"] | None = None
+        self, x: Float[Array, "B s D"], inputs: BlockInputs
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-        """Return queries, keys and values; positions, which `starts` would shift, do not enter here."""
-        qkv = column(self.layout, "heads", "BSD,DCNH->BSCNH", x, self.qkv[...], self.lora, keys)
+        """Return queries, keys and values; positions do not enter here."""
+        qkv = column(self.layout, "heads", "BSD,DCNH->BSCNH", x, self.qkv[...], self.lora, inputs)
         qkv = qkv + spread(self.qkv_bias[...], qkv)
         # [B, S, 3, N, H] -> three times [B, S, N, H]
         q, k, v = (qkv[:, :, i] for i in range(3))
         return q, k, v
 
-    def contract(self, out: Float[Array, "B S N H"], keys: Key[Array, " B"] | None = None) -> Float[Array, "B s D"]:
+    def contract(self, out: Float[Array, "B S N H"], inputs: BlockInputs) -> Float[Array, "B s D"]:
         """Contract what the heads have found back onto the residual stream."""
-        out = super().contract(out, keys)
+        out = super().contract(out, inputs)
         return out + spread(self.out_bias[...], out)
 
 
@@ -183,10 +181,10 @@ class GroupedAttention(CausalAttention):
         self.lora = attention_adapters(config, layout, rngs)
 
     def heads(
-        self, x: Float[Array, "B s D"], starts: Starts, keys: Key[Array, " B"] | None = None
+        self, x: Float[Array, "B s D"], inputs: BlockInputs
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         """Return queries, keys and values; queries and keys are turned by their positions."""
-        qkv = column(self.layout, "heads", "BSD,DKCH->BSKCH", x, self.qkv[...], self.lora, keys)
+        qkv = column(self.layout, "heads", "BSD,DKCH->BSKCH", x, self.qkv[...], self.lora, inputs)
         if self.qkv_bias is not None:
             qkv = qkv + spread(self.qkv_bias[...], qkv)
         # [B, S, K, G + 2, H] -> queries [B, S, K, G, H], keys and values [B, S, K, 1, H]
@@ -194,7 +192,7 @@ class GroupedAttention(CausalAttention):
         q, k = self._normalised(q, k)
         # -> queries [B, S, K G, H], keys and values [B, S, K, H]
         q, k, v = (a.reshape(*a.shape[:2], -1, a.shape[4]) for a in (q, k, v))
-        positions = positions_of(self.layout, q.shape[1], starts)
+        positions = inputs.positions(self.layout, q.shape[1])
         q = rotary(q, self.frequencies, positions, self.attention_factor)
         k = rotary(k, self.frequencies, positions, self.attention_factor)
         return q, k, v
@@ -245,12 +243,6 @@ def _squares_of_heads(q: jax.Array, k: jax.Array) -> Float[Array, "B S K 2"]:
 def _scaled(eps: float, x: jax.Array, mean_square: jax.Array, scale: jax.Array) -> jax.Array:
     y = x.astype(wide(x.dtype)) * jax.lax.rsqrt(mean_square + eps)
     return (y * spread(scale, y)).astype(x.dtype)
-
-
-def positions_of(layout: Layout, length: int, starts: Starts) -> Int[Array, "... S"]:
-    """Return the positions of the `length` tokens of rows, [S], or from the start of each document, [B, S]."""
-    positions = layout.positions(length)
-    return positions if starts is None else positions[None] - starts
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 3))
@@ -339,14 +331,14 @@ class MLP(nnx.Module):
         # It only shifts the output of a block, so ZeRO 3 (FSDP) does not gather it again in the backward pass.
         self.down_bias = constant(0.0, (embed,), ("norm",), forward_only=True)
 
-    def __call__(self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None = None) -> Float[Array, "B s D"]:
-        """Return gelu(x up + up_bias) down + down_bias; `keys` are those of the adapters' dropout."""
-        h = column(self.layout, "mlp", "BSD,DF->BSF", x, self.up[...], self.lora, keys)
+    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
+        """Return gelu(x up + up_bias) down + down_bias."""
+        h = column(self.layout, "mlp", "BSD,DF->BSF", x, self.up[...], self.lora, inputs)
 
         def activated(h: jax.Array, bias: jax.Array) -> jax.Array:
             return gelu(h + spread(bias, h))
 
-        out = row(self.layout, activated, (h, self.up_bias[...]), self.down[...], self.lora, keys)
+        out = row(self.layout, activated, (h, self.up_bias[...]), self.down[...], self.lora, inputs)
         return out + spread(self.down_bias[...], out)
 
 
@@ -356,19 +348,19 @@ def row(
     of: Sequence[jax.Array],
     down: jax.Array,
     adapters: Adapters | None,
-    keys: Key[Array, " B"] | None,
+    inputs: BlockInputs,
 ) -> jax.Array:
     """Multiply `activated(*of)` by a weight whose rows are split, back onto the residual stream (row-parallel).
 
     Of the arrays of width F only those of `of` are kept. The matmul itself is not recomputed: nothing needs its result.
-    `adapters` add to it; `keys` are those of their dropout.
+    `adapters` add to it.
     """
 
     @recomputed
     def product(*arrays: jax.Array) -> jax.Array:
         *of, down = arrays
         a = activated(*of)
-        beside = None if adapters is None else adapters.of_rows("down_proj", a, keys)
+        beside = None if adapters is None else adapters.of_rows("down_proj", a, inputs)
         return einsum(layout, "BSF,FD->BsD", a, down, beside)
 
     return product(*of, down)
@@ -391,11 +383,11 @@ class SwiGLU(nnx.Module):
         self.gate_up = weight(rngs, (embed, 2, mlp), ("embed", None, "mlp"))
         self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), out_scale)
 
-    def __call__(self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None = None) -> Float[Array, "B s D"]:
-        """Return (silu(x gate) * x up) down; `keys` are those of the adapters' dropout."""
-        h = column(self.layout, "mlp", "BSD,DCF->BSCF", x, self.gate_up[...], self.lora, keys)
+    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
+        """Return (silu(x gate) * x up) down."""
+        h = column(self.layout, "mlp", "BSD,DCF->BSCF", x, self.gate_up[...], self.lora, inputs)
 
         def gated(h: jax.Array) -> jax.Array:
             return jax.nn.silu(h[:, :, 0]) * h[:, :, 1]
 
-        return row(self.layout, gated, (h,), self.down[...], self.lora, keys)
+        return row(self.layout, gated, (h,), self.down[...], self.lora, inputs)

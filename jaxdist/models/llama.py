@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
 from jaxdist.models.adapters import mlp_adapters
 from jaxdist.models.decoder import Decoder
+from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.layers import GroupedAttention, RMSNorm, SwiGLU
 from jaxdist.models.parameters import weight
-from jaxdist.parallel.context import Starts
 from jaxdist.parallel.tensor import lookup
 from jaxdist.sharding import Layout
 
@@ -35,12 +35,10 @@ class Block(nnx.Module):
         """Return what stands in the place of the MLP."""
         return SwiGLU(config.embed, config.mlp_size, layout, rngs, out_scale, mlp_adapters(config, layout, rngs))
 
-    def __call__(
-        self, x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts
-    ) -> Float[Array, "B s D"]:
-        """Return the residual stream after the block; `keys` are those of the adapters' dropout, one a row."""
-        x = x + self.attention(self.norm1(x), starts, keys)
-        return x + self.mlp(self.norm2(x), keys)
+    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs) -> Float[Array, "B s D"]:
+        """Return the residual stream after the block."""
+        x = x + self.attention(self.norm1(x), inputs)
+        return x + self.mlp(self.norm2(x), inputs)
 
 
 class Llama(Decoder):
@@ -56,6 +54,6 @@ class Llama(Decoder):
         self.norm = RMSNorm(config.embed, config.norm_eps)
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 
-    def embed(self, tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
+    def embed(self, tokens: Int[Array, "B S"], inputs: BlockInputs) -> Float[Array, "B s D"]:
         """Return the residual stream before the first block."""
         return lookup(self.layout, self.table[...], tokens, size=self.vocab)

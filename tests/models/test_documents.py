@@ -15,7 +15,8 @@ from jaxdist.data.batches import IGNORED, train_batch
 from jaxdist.data.tokens import Tokens, TokenWriter
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
-from jaxdist.models.layers import positions_of, rotary
+from jaxdist.models.inputs import BlockInputs
+from jaxdist.models.layers import rotary
 from jaxdist.sharding import ONE_DEVICE, Layout, wide
 from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
@@ -73,7 +74,8 @@ def test_rotary_positions_begin_anew_in_each_document(one_device):
     """Which no attention shows: it looks at how far apart two positions are."""
     x, starts = jax.random.normal(jax.random.key(0), (2, 40, 2, 8)), np.repeat([[0, 24]], [24, 16], axis=1)
     turned = lambda x, positions: jax.vjp(lambda x: rotary(x, frequencies(100.0, 8), positions), x)
-    got, pull = turned(x, positions_of(ONE_DEVICE, 40, jnp.asarray(np.tile(starts, (2, 1)), jnp.int32)))
+    inputs = BlockInputs(starts=jnp.asarray(np.tile(starts, (2, 1)), jnp.int32))
+    got, pull = turned(x, inputs.positions(ONE_DEVICE, 40))
     for part in (slice(0, 24), slice(24, 40)):
         wanted, pull_part = turned(x[:, part], jnp.arange(part.stop - part.start))
         assert np.array_equal(got[:, part], wanted)

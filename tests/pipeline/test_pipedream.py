@@ -10,6 +10,7 @@ import pytest
 
 from jaxdist.config import OptimizerConfig
 from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.inputs import BlockInputs
 from jaxdist.parallel.pipeline.stages import split
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.sharding import ONE_DEVICE
@@ -53,7 +54,7 @@ class OneDevice:
     def loss(self, embedding, stages, head, part, step):
         key = jax.random.fold_in(jax.random.key(0), step)
         keys = jax.vmap(partial(jax.random.fold_in, key))(part["rows"]) if self.rate else None
-        of = lambda number: None if keys is None else jax.vmap(lambda k: jax.random.fold_in(k, number))(keys)
+        of = BlockInputs(keys).of_layer
         layers = jax.tree.map(lambda *a: jnp.concatenate(a), *stages)
         x = self.model.embed(embedding, part["tokens"], of(int(self.cuts[-1])))
         for n in range(self.cuts[-1]):

@@ -106,7 +106,7 @@ def test_the_products_of_the_models(family, remat):
     struct = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
     w = jax.tree.map(struct, model.abstract["blocks"])
     x = jax.ShapeDtypeStruct((3, 16, 32), jnp.float32)
-    layer = recompute(remat)(lambda w, x: model.block(w, x, None))
+    layer = recompute(remat)(lambda w, x: model.block(w, x))
     found = []
     with jax.set_mesh(make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])):
         jax.eval_shape(lambda w, x, dy: found.append(cut(layer, w, x, dy)[0]), w, x, x)

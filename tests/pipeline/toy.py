@@ -50,16 +50,16 @@ class Toy:
     def cast(self, params, dtype):
         return jax.tree.map(lambda w: w.astype(dtype), params)
 
-    def embed(self, params, tokens, keys, starts=None):
-        return dropout(self.layout, lookup(self.layout, params["table"], tokens), self.rate, keys, site=0)
+    def embed(self, params, tokens, inputs):
+        return dropout(self.layout, lookup(self.layout, params["table"], tokens), self.rate, inputs.keys, site=0)
 
-    def block(self, w, x, keys, starts=None):
+    def block(self, w, x, inputs):
         y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5)
         y = enter(self.layout, y * spread(w["scale"], y), "mlp")
         h = einsum(self.layout, "BSD,DF->BSF", y, w["up"])
         h = jnp.tanh(h + spread(w["bias"], h))
         y = einsum(self.layout, "BSF,FD->BsD", h, w["down"])
-        return x + dropout(self.layout, y + spread(w["shift"], y), self.rate, keys, site=1)
+        return x + dropout(self.layout, y + spread(w["shift"], y), self.rate, inputs.keys, site=1)
 
     def loss(self, params, x, labels):
         return cross_entropy(self.layout, x, params["table"], labels)

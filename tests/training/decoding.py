@@ -68,8 +68,8 @@ def whole_pass(family: str):
 
     @jax.jit
     def logits(params, texts):
-        x = model.embed(params, texts, None)
-        x, _ = jax.lax.scan(lambda x, layer: (model.block(layer, x, None), None), x, params["blocks"])
+        x = model.embed(params, texts)
+        x, _ = jax.lax.scan(lambda x, layer: (model.block(layer, x), None), x, params["blocks"])
         return model.logits(params, x)
 
     def on_one_device(texts):

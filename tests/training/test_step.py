@@ -11,6 +11,7 @@ from jax.extend.core import jaxprs_in_params
 from jaxdist import models
 from jaxdist.config import OptimizerConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
+from jaxdist.models.inputs import BlockInputs
 from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.parallel.zero import Placement
 from jaxdist.sharding import Layout
@@ -113,17 +114,17 @@ def test_layers_and_places_have_masks_of_their_own():
     setup = Setup("1x1x1", cases.MODEL.model_copy(update={"dropout": 0.5, "layers": 2}))
     seen = []
 
-    def block(layer, x, keys, starts=None):
-        seen.append(np.asarray(jax.random.key_data(keys)))
+    def block(layer, x, inputs):
+        seen.append(np.asarray(jax.random.key_data(inputs.keys)))
         return x
 
     forward = setup.forward
-    embed = lambda w, tokens, keys, starts: block(None, jnp.zeros((2, 3, 4)), keys, starts)
+    embed = lambda w, tokens, inputs: block(None, jnp.zeros((2, 3, 4)), inputs)
     forward.model = SimpleNamespace(block=block, embed=embed, cast=lambda params, dtype: params)
     with jax.disable_jit():
         tokens, keys = jnp.zeros((1, 2, 3), int), jax.random.split(jax.random.key(0))[None]
         forward.places = {"blocks": {"w": Placement(jax.P(), jax.P())}}
-        forward.hidden({"blocks": {"w": jnp.zeros((2, 1))}}, None, tokens, keys)
+        forward.hidden({"blocks": {"w": jnp.zeros((2, 1))}}, None, tokens, BlockInputs(keys))
     assert len({row.tobytes() for keys in seen for row in keys}) == 3 * 2  # embedding and two layers, two rows each
 
 

@@ -124,13 +124,3 @@ def count_rows(batch: Batch) -> Int[Array, ""]:
     """Return the number of rows in a batch of arrays [k, B, ...]."""
     k, rows = jax.tree.leaves(batch)[0].shape[:2]
     return jnp.asarray(k * rows)
-
-
-def layer_keys(keys: Key[Array, " B"] | None, number: int | Int[Array, ""]) -> Key[Array, " B"] | None:
-    """Return each row's dropout key for the layer with that number; None without dropout.
-
-    `number` counts the layers of the whole model, not those of a stage: a mask does not depend on the mesh.
-    """
-    if keys is None:
-        return None
-    return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)

@@ -19,6 +19,7 @@ from jaxdist.mesh.split import own_heads
 from jaxdist.models import Params, build_decoder
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.decoding import Cache, attend_to_slots
+from jaxdist.models.inputs import BlockInputs
 from jaxdist.parallel import placing, region
 from jaxdist.parallel.context import Starts, join_over
 from jaxdist.parallel.pipeline.relay import Layer, Place, relay
@@ -127,17 +128,18 @@ class CachedForward:
     ) -> tuple[Cache, jax.Array]:
         """Do the work of `prefill` on one device."""
         source = self._sources(begins, tokens.size)
+        inputs = BlockInputs(starts=starts)
 
         def layer(w: Params, x: jax.Array, cache: Cache, place: Place) -> tuple[jax.Array, Cache]:
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
                 found = causal_attention(self.inner, q, k, v, starts, self.config.window)
                 return found, Cache(*(_taken(a, source) for a in (k, v)))
 
-            x, made = self.model.block_with(self._in_use(self.layer_places, w), x, starts, attend)
+            x, made = self.model.block_with(self._in_use(self.layer_places, w), x, inputs, attend)
             return x, Cache(*(_put(all_, new, place) for all_, new in zip(cache, made, strict=True)))
 
         tops = self._tops(weights)
-        x = self._vary(self.model.embed(self._with_blocks(tops), tokens, None, starts))
+        x = self._vary(self.model.embed(self._with_blocks(tops), tokens, inputs))
         x, cache = self._through(layer, weights, x, self._empty(len(begins)))
         last = _taken(x, (begins + lengths - 1)[:, None])
         return Cache(*(a[:, None] for a in cache)), self._logits(tops, last)
@@ -145,7 +147,7 @@ class CachedForward:
     def _step(self, weights: Params, cache: Cache, tokens: jax.Array, positions: jax.Array) -> tuple[Cache, jax.Array]:
         """Do the work of `step` on one device."""
         # The only token of a row has index 0.
-        starts = -positions[:, None]
+        inputs = BlockInputs(starts=-positions[:, None])
         slots = self._slots()
         rows = jnp.arange(len(tokens))
 
@@ -163,10 +165,10 @@ class CachedForward:
                 found = attend_to_slots(q, own_k, own_v, slots, positions, self.config.window)
                 return join_over(self.inner.split(SLOTS), found).out.astype(q.dtype), written
 
-            return self.model.block_with(self._in_use(self.layer_places, w), x, starts, attend)
+            return self.model.block_with(self._in_use(self.layer_places, w), x, inputs, attend)
 
         tops = self._tops(weights)
-        x = self._vary(self.model.embed(self._with_blocks(tops), tokens[:, None], None, starts))
+        x = self._vary(self.model.embed(self._with_blocks(tops), tokens[:, None], inputs))
         x, cache = self._through(layer, weights, x, Cache(*(_own_stage(a) for a in cache)))
         return Cache(*(a[:, None] for a in cache)), self._logits(tops, x)
 

@@ -16,15 +16,15 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.mesh.split import saved_by_layer
 from jaxdist.models import Model, Params
+from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.parallel import placing
-from jaxdist.parallel.context import Starts
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.parallel.zero import in_use
 from jaxdist.sharding import Layout, Tree
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
 from jaxdist.training.forward.balance import weighed
-from jaxdist.training.forward.base import PLAIN, ForwardOptions, layer_keys, made_at_rest
+from jaxdist.training.forward.base import PLAIN, ForwardOptions, made_at_rest
 from jaxdist.training.forward.remat import INPUT, Wrapper, keep_all, offload_input, recompute
 from jaxdist.training.forward.step import Batch, Summed
 
@@ -101,7 +101,7 @@ class DecoderForward(AccumulatingForward[Model]):
         if self.dropout and step is not None:
             keys = self.dropout_keys(parts["rows"], step)
         weights = self._gather_tops(weights, sinks)
-        x = self.hidden(weights, sinks, parts["tokens"], keys, parts.get("starts"))
+        x = self.hidden(weights, sinks, parts["tokens"], BlockInputs(keys, parts.get("starts")))
         loss = self.model.loss(self.cast(weights), x, parts["labels"])
         if "weight" in parts:
             loss = weighed(loss, parts["weight"][0])
@@ -110,7 +110,7 @@ class DecoderForward(AccumulatingForward[Model]):
     def row_losses(self, weights: Params, batch: Batch) -> Float[Array, "k B"]:
         """Return the loss in nats of each row of `batch`, summed over its labels, without dropout."""
         weights = self._gather_tops(weights, None)
-        x = self.hidden(weights, None, batch["tokens"], None, batch.get("starts"))
+        x = self.hidden(weights, None, batch["tokens"], BlockInputs(starts=batch.get("starts")))
         return self.model.row_losses(self.cast(weights), x, batch["labels"])
 
     def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
@@ -120,7 +120,7 @@ class DecoderForward(AccumulatingForward[Model]):
         """
         weights = self._gather_tops(weights, None)
         cast = self.cast(weights)
-        x = self.hidden(weights, None, tokens[None], None)[0]
+        x = self.hidden(weights, None, tokens[None])[0]
         return self.model.logits(cast, x)
 
     def hidden(
@@ -128,10 +128,12 @@ class DecoderForward(AccumulatingForward[Model]):
         weights: Params,
         sinks: Params | None,
         tokens: Int[Array, "k B S"],
-        keys: Key[Array, "k B"] | None,
-        starts: Int[Array, "k B S"] | None = None,
+        inputs: BlockInputs = NO_INPUTS,
     ) -> Float[Array, "k B s D"]:
-        """Return the residual stream after the last block; `weights` hold any number of layers."""
+        """Return the residual stream after the last block; `weights` hold any number of layers.
+
+        The arrays of `inputs` have a dim of k micro-batches before their others.
+        """
         layers = jax.tree.leaves(weights[BLOCKS])[0].shape[0]
         places = jax.tree.map(lambda p: p.layer, self.places[BLOCKS])
 
@@ -145,16 +147,16 @@ class DecoderForward(AccumulatingForward[Model]):
 
             # Weights are cast inside the loop over micro-batches, so that their gradients are added in f32.
             @self.remat
-            def one(x: Float[Array, "B s D"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
-                return self.model.block(self.cast(w), x, layer_keys(keys, index), starts)
+            def one(x: Float[Array, "B s D"], inputs: BlockInputs) -> Float[Array, "B s D"]:
+                return self.model.block(self.cast(w), x, inputs.of_layer(index))
 
-            return _each(one, x, keys, starts), None
+            return _each(one, x, inputs), None
 
-        def embed(tokens: Int[Array, "B S"], keys: Key[Array, " B"] | None, starts: Starts) -> Float[Array, "B s D"]:
-            return self.model.embed(self.cast(weights), tokens, layer_keys(keys, layers), starts)
+        def embed(tokens: Int[Array, "B S"], inputs: BlockInputs) -> Float[Array, "B s D"]:
+            return self.model.embed(self.cast(weights), tokens, inputs.of_layer(layers))
 
         # The embedding has a dropout key of its own: it takes the number after the last layer's.
-        x = _each(embed, tokens, keys, starts)
+        x = _each(embed, tokens, inputs)
         block_sinks = sinks.get(BLOCKS) if sinks else None
         numbered = (jnp.arange(layers), weights[BLOCKS], block_sinks)
         x, _ = jax.lax.scan(block, x, numbered, unroll=self.unroll)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.mesh.split import saved_by_layer
 from jaxdist.models import Model, ModelT, Params
+from jaxdist.models.inputs import BlockInputs
 from jaxdist.parallel import placing
 from jaxdist.parallel.pipeline.device import Program
 from jaxdist.parallel.pipeline.executor import Executor
@@ -23,7 +24,7 @@ from jaxdist.parallel.pipeline.table import make_table
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import Layout, Tree
 from jaxdist.training.forward.balance import weighed
-from jaxdist.training.forward.base import ForwardBase, ForwardOptions, layer_keys, made_at_rest
+from jaxdist.training.forward.base import ForwardBase, ForwardOptions, made_at_rest
 from jaxdist.training.forward.remat import recompute
 from jaxdist.training.forward.step import Batch, Further, Summed
 
@@ -191,14 +192,14 @@ class PipelineForward(StagedForward[Model]):
         """The model as functions of what one device holds."""
         layers = sum(self.stages.sizes)
 
-        def keys(part: Batch, number: int | Int[Array, ""]) -> Key[Array, " B"] | None:
-            return layer_keys(part.get("keys"), number)
+        def inputs(part: Batch, number: int | Int[Array, ""]) -> BlockInputs:
+            return BlockInputs(part.get("keys"), part.get("starts")).of_layer(number)
 
         def embed(tops: Params, part: Batch) -> Float[Array, "B s D"]:
-            return self.model.embed(self._with_blocks(tops), part["tokens"], keys(part, layers), part.get("starts"))
+            return self.model.embed(self._with_blocks(tops), part["tokens"], inputs(part, layers))
 
         def layer(w: Params, x: Float[Array, "B s D"], part: Batch, number: Int[Array, ""]) -> Float[Array, "B s D"]:
-            return self.model.block(w, x, keys(part, number), part.get("starts"))
+            return self.model.block(w, x, inputs(part, number))
 
         def loss(tops: Params, x: Float[Array, "B s D"], part: Batch) -> Float[Array, ""]:
             loss = self.model.loss(self._with_blocks(tops), x[None], part["labels"][None])
