@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from scripts import try_versions
+from tests.test_imports import FILES, imports
 
 PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -55,6 +56,12 @@ RUN = rows(PROJECT["dependencies"] + [row for extra in IMPORTED for row in EXTRA
 @pytest.mark.parametrize("row", RUN, ids=str)
 def test_what_a_run_imports_has_both_bounds(row):
     assert problems(row) == []
+
+
+def test_the_package_imports_what_is_installed_with_it():
+    named = {"orbax-checkpoint": "orbax", "ml-dtypes": "ml_dtypes"}
+    wanted = {named.get(row.name, row.name) for row in rows(PROJECT["dependencies"])}
+    assert wanted <= {module.split(".")[0] for path in FILES for module in imports(path)}
 
 
 def test_tools_have_a_lower_bound():
