@@ -15,7 +15,7 @@ from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import counted, remedy, to
 from jaxdist.parallel.placing import Wrt, group, is_axes
-from jaxdist.planning import parameter_layout
+from jaxdist.planning import layout_notes, parameter_layout
 from jaxdist.sharding import BATCH, COUNTED, STAGES, Layout, LogicalAxes, Rules, Tree, name_of, named
 from jaxdist.training.forward.module import Scope
 from jaxdist.training.forward.step import Forward
@@ -195,14 +195,14 @@ def unsplit(layout: Layout, axes: Params, forward: Forward, split: Params) -> Un
     """Return what ZeRO leaves whole; `axes` are the logical axes of the parameters as `forward` holds them."""
     parameters = parameter_layout.lay_out(layout, axes, forward.abstract, forward.places)
     requested = [p for p, may in zip(parameters, jax.tree.leaves(split), strict=True) if may]
-    whole = parameter_layout.unsplit(requested)
+    whole = layout_notes.unsplit(requested)
     if not whole:
         return Unsplit("", "")
-    note = parameter_layout.left_whole(parameters, whole, layout, most=len(whole))
-    if parameter_layout.part_of(parameters, whole) <= parameter_layout.MUCH:
+    note = layout_notes.described(whole, parameters, layout, most=len(whole))
+    if layout_notes.share(whole, parameters) <= layout_notes.MUCH:
         return Unsplit(note, "")
-    warning = parameter_layout.left_whole(parameters, whole, layout)
-    better_size = to(DATA, parameter_layout.ranks_that_split(parameters, requested, layout))
+    warning = layout_notes.described(whole, parameters, layout)
+    better_size = to(DATA, layout_notes.ranks_that_split(requested, parameters, layout))
     if better_size:
         warning += "; " + remedy(better_size)
     return Unsplit(note, warning)

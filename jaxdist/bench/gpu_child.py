@@ -114,7 +114,7 @@ def step(
         "remat": run.config.model.remat,
         "layers": "unrolled" if unroll else "scan",
         "attention": attention_kernel(run.layout, queries(run), run.dtype, window=run.config.model.window),
-        "predicted_bytes": memory.predict(run.config, run.model, run.layout).total,
+        "predicted_bytes": memory.predict(run.sharded).total,
         "sizes": run.config.model.model_dump(),
         "torch": _for_torch(run.config, warmup + repeats),
     }
@@ -137,7 +137,7 @@ def compiled(config_of: Callable[[int], Config], counts: Sequence[int], unroll: 
         run = Run(config_of(rows))
         run.forward.unroll = unroll
         available = capacity(run.device)
-        predicted = memory.predict(run.config, run.model, run.layout).total
+        predicted = memory.predict(run.sharded).total
         # Do not spend minutes on compiling what is predicted not to fit.
         if len(counts) > 1 and available and predicted > SHARE * available:
             continue

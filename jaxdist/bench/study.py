@@ -160,8 +160,8 @@ def _measurement(one: Timed, study: Study) -> dict[str, Any]:
     cluster = clusters.of_kind(one.run.device.device_kind)
     wire_bytes = None
     sending = None
-    if not communication.unpredicted(config, one.run.layout):
-        transfers = communication.predict(config, one.run.model, one.run.layout)
+    if not communication.unpredicted(one.run.split):
+        transfers = communication.predict(one.run.sharded)
         wire_bytes = sum(t.wire_bytes for t in transfers)
         if cluster is not None:
             sending = sum(t.wire_bytes / float(group_over(mesh.shape, t.axes, cluster).rate) for t in transfers)
@@ -276,7 +276,7 @@ def _notes(
             f"the largest number of devices leaves {idle} of the {jax.process_count()} processes without any: they "
             f"only waited"
         )
-    unpredicted = communication.unpredicted(largest.config, largest.layout)
+    unpredicted = communication.unpredicted(largest.split)
     if unpredicted:
         notes.append(unpredicted)
     elif clusters.of_kind(device.device_kind) is None:

@@ -42,6 +42,11 @@ def own_heads(count: int, parts: Count) -> Count:
     return count // parts + (parts > count)
 
 
+def compute_width(config: Config) -> int:
+    """Return the bytes of a number in the compute dtype; `config.precision` is resolved, or counts as bfloat16."""
+    return WIDE if config.precision == "float32" else 2
+
+
 def saved_by_layer(remat: str, zero: int, pipelined: bool) -> str:
     """Return what the forward pass of a layer saves for the backward pass, as `activations.saved_per_token` names it.
 
@@ -141,7 +146,7 @@ class Split:
     @property
     def width(self) -> int:
         """The bytes of a number in the compute dtype."""
-        return WIDE if self.config.precision == "float32" else 2
+        return compute_width(self.config)
 
     @property
     def saved(self) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from jaxdist.config import Config
-from jaxdist.mesh import PIPELINE
-from jaxdist.mesh.split import own_heads
+from jaxdist.mesh.split import Split, compute_width, own_heads
 from jaxdist.models import Model
 from jaxdist.output.units import counted, size
 from jaxdist.parallel.pipeline.stages import stages_of
-from jaxdist.planning.parameter_layout import compute_width, placed
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import SEQUENCE, Layout
 
 
@@ -20,7 +19,7 @@ def cache_bytes(config: Config, layout: Layout, rows: int) -> int:
     devices are repeated. Uneven stages are padded. `config.precision` is resolved, no longer `auto`.
     """
     sizes = config.model
-    stages = stages_of(config, {PIPELINE: layout.size(PIPELINE)})
+    stages = stages_of(Split(config, dict(layout.axes)))
     layers = stages.virtual * stages.depth if stages else sizes.layers
     own_rows = -(-rows // layout.ranks)
     slots = sizes.sequence // layout.parts(SEQUENCE)
@@ -31,7 +30,7 @@ def cache_bytes(config: Config, layout: Layout, rows: int) -> int:
 def weight_bytes(config: Config, model: Model, layout: Layout) -> int:
     """Return the bytes of the weights that a device holds in the compute dtype, as generation keeps them."""
     total = 0
-    for parameter in placed(config, model, layout.with_whole_rows()):
+    for parameter in ShardedModel.of(config, model, layout.with_whole_rows()).parameters:
         elements = parameter.rest if config.parallel.zero == 3 else parameter.use
         total += elements * parameter.width(config)
     return total

@@ -12,23 +12,20 @@ import math
 
 import jax
 
-from jaxdist.config import Config
-from jaxdist.mesh import AXES, EXPERT, REPLICA
+from jaxdist.mesh import EXPERT, REPLICA
 from jaxdist.mesh.split import Split
-from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import stream_traffic, weight_traffic
 from jaxdist.planning.compiler_habits import Sent, corrected
-from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.predicted_collectives import ALL_REDUCE, F32, Transfer, transfer
 from jaxdist.planning.replica_traffic import between_replicas
 from jaxdist.planning.runs import Step
-from jaxdist.sharding import Layout
+from jaxdist.planning.sharded_model import ShardedModel
 
 
-def unpredicted(config: Config, layout: Layout) -> str:
+def unpredicted(split: Split) -> str:
     """Return why `predict` cannot predict the collectives of a step; empty where it can."""
-    if layout.ranks == 1 or not config.model.all_rows_at_once:
+    if split.ranks == 1 or not split.config.model.all_rows_at_once:
         return ""
     return (
         "collectives are not predicted: with dropout a classifier runs all rows of a micro-batch at once, so that its "
@@ -37,41 +34,43 @@ def unpredicted(config: Config, layout: Layout) -> str:
     )
 
 
-def predict(config: Config, model: Model | Foreign, layout: Layout) -> list[Transfer]:
+def predict(sharded: ShardedModel) -> list[Transfer]:
     """Return every transfer of a train step, without scalars; with local steps, of the step of a replica.
 
-    `config.precision` is resolved, no longer `auto`, and `unpredicted` is empty.
+    `unpredicted` is empty.
     """
-    assert not unpredicted(config, layout)
-    if config.train.local_steps:
-        config = Split(config, {axis: layout.size(axis) for axis in AXES}).of_one_replica.config
-        layout = layout.without(REPLICA)
-    step = Step.of(config, layout)
+    assert not unpredicted(sharded.split)
+    if sharded.config.train.local_steps:
+        sharded = sharded.of_one_replica
+    step = Step.of(sharded)
     found = []
-    for p in placed(config, model, layout):
+    for p in sharded.parameters:
         found += [corrected(Sent(one, step, p)) for one in weight_traffic.predict(step, p)]
-        found += between_replicas(config, p, layout)
-    if isinstance(model, Foreign):
-        found.append(_statistics(config, model, layout))
+        found += between_replicas(sharded.config, p, sharded.layout)
+    if isinstance(sharded.model, Foreign):
+        found.append(_statistics(sharded, sharded.model))
     else:
         found += [corrected(Sent(one, step)) for one in stream_traffic.predict(step)]
     return [one for one in found if one.devices > 1 and one.calls]
 
 
-def outer(config: Config, model: Model | Foreign, layout: Layout) -> list[Transfer]:
+def outer(sharded: ShardedModel) -> list[Transfer]:
     """Return every transfer of the outer step that ends a round of local steps, without scalars; else none."""
+    config = sharded.config
     if not config.train.local_steps:
         return []
-    parameters = placed(config, model, layout)
-    return [one for p in parameters for one in between_replicas(config, p, layout) if one.devices > 1]
+    found = [one for p in sharded.parameters for one in between_replicas(config, p, sharded.layout)]
+    return [one for one in found if one.devices > 1]
 
 
-def compression_that_costs(config: Config, model: Model | Foreign, layout: Layout) -> str:
+def compression_that_costs(sharded: ShardedModel) -> str:
     """Return why the rule of `parallel.gradient_compression` is worse than bfloat16; empty where it is not."""
+    config = sharded.config
+    layout = sharded.layout
     rule = config.parallel.gradient_compression
     if rule in ("exact", "bfloat16") or layout.size(REPLICA) == 1:
         return ""
-    parameters = placed(config, model, layout)
+    parameters = sharded.parameters
     crossing = sum(math.prod(p.shard) for p in parameters if p.place.deferred and p.trained)
     sent = []
     for name in (rule, "bfloat16"):
@@ -88,15 +87,16 @@ def compression_that_costs(config: Config, model: Model | Foreign, layout: Layou
     )
 
 
-def data_parallel(config: Config, model: Model | Foreign, layout: Layout) -> float:
+def data_parallel(sharded: ShardedModel) -> float:
     """Return the elements that plain data parallelism sends: 2 (N-1)/N for each parameter of a stage and model rank.
 
     N are the devices that share the tokens of a batch. A frozen parameter has no gradient to send.
 
     Without expert parallelism, each of its devices has all experts.
     """
+    layout = sharded.layout
     whole = 0
-    for p in placed(config, model, layout):
+    for p in sharded.parameters:
         if not p.trained:
             continue
         splits = any(EXPERT in layout.split(name) for name in p.axes)
@@ -105,12 +105,13 @@ def data_parallel(config: Config, model: Model | Foreign, layout: Layout) -> flo
     return 2 * whole * (devices - 1) / devices
 
 
-def _statistics(config: Config, model: Foreign, layout: Layout) -> Transfer:
+def _statistics(sharded: ShardedModel, model: Foreign) -> Transfer:
     """Return the all-reduces of batch statistics: each channel's sum and sum of squares.
 
     They are reduced forward; their gradients backward; and then the running ones.
     """
-    k = config.train.accumulation
+    k = sharded.split.micro_batches
+    layout = sharded.layout
     channels = sum(a.size for a in jax.tree.leaves(model.variables))
     axes = layout.split("batch")
     return transfer(layout, "batch statistics", ALL_REDUCE, axes, k, 3 * k * channels, F32)

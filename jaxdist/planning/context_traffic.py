@@ -19,8 +19,8 @@ from collections.abc import Iterator
 
 from jaxdist.mesh import CONTEXT
 from jaxdist.mesh.context import ring_elements, ulysses_elements
+from jaxdist.mesh.split import compute_width
 from jaxdist.planning.collective_time import Numbers
-from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_TO_ALL, F32, PERMUTE, Transfer, transfer
 from jaxdist.planning.runs import Passes, Step
 from jaxdist.sharding import SEQUENCE

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxdist.config import Config, ModelConfig, lora
+from jaxdist.config import ModelConfig, lora
 from jaxdist.mesh import EXPERT
 from jaxdist.mesh.split import Split
 from jaxdist.models import Model, active_parameters, parameters
 from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import size
-from jaxdist.planning.activations import own_length
 from jaxdist.planning.expert_rows import first_round, padding
 from jaxdist.planning.predicted_collectives import ALL_TO_ALL, Transfer
 from jaxdist.planning.timing import flops_of_padding, flops_per_token
-from jaxdist.sharding import Layout
 
 
 def model_size(config: ModelConfig, model: Model | Foreign) -> str:
@@ -32,15 +30,15 @@ def model_size(config: ModelConfig, model: Model | Foreign) -> str:
     return text
 
 
-def experts(config: Config, layout: Layout) -> list[str]:
+def experts(split: Split) -> list[str]:
     """Return sentences about the experts of a step: where they are, and what padding costs; none without experts."""
-    m = config.model
+    m = split.config.model
     if not m.traits.routed:
         return []
     shared = f" and {m.shared_experts} shared by all" if m.shared_experts else ""
-    held = m.experts // layout.parts("experts")
+    held = m.experts // split.size(EXPERT)
     where = f", {held} of them on each device" if held < m.experts else ""
-    tokens = _tokens(config, layout)
+    tokens = split.tokens
     wanted = tokens * m.experts_per_token
     return [
         f"{m.experts} in each layer{where}; a token goes through {m.experts_per_token}{shared}",
@@ -49,11 +47,11 @@ def experts(config: Config, layout: Layout) -> list[str]:
     ]
 
 
-def arithmetic(config: Config, layout: Layout) -> str:
+def arithmetic(split: Split) -> str:
     """Return the FLOPs of a token that count for MFU, and those that the padding of the first round adds."""
-    m = config.model
+    m = split.config.model
     useful = flops_per_token(m)
-    padded = useful + flops_of_padding(m, padding(m, _tokens(config, layout)))
+    padded = useful + flops_of_padding(m, padding(m, split.tokens))
     return f"{useful:,} FLOPs per token, which MFU counts; {padded:,} with the padding of the first round"
 
 
@@ -61,9 +59,3 @@ def exchanged(transfers: Iterable[Transfer]) -> str:
     """Return what a device sends in a step to experts of others and back; empty where all are its own."""
     sent = sum(one.wire_bytes for one in transfers if one.kind == ALL_TO_ALL and one.axes == (EXPERT,))
     return f"a device sends {size(sent)} per step to experts of other devices and back" if sent else ""
-
-
-def _tokens(config: Config, layout: Layout) -> int:
-    """Return the tokens of a micro-batch on one device."""
-    k = Split(config, dict(layout.axes)).micro_batches
-    return config.train.global_batch_size // (k * layout.ranks) * own_length(config.model, layout)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxdist.mesh import EXPERT
+from jaxdist.mesh.split import compute_width
 from jaxdist.planning.expert_rows import first_round
-from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
     ALL_REDUCE,

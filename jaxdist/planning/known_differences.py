@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxdist.config import Config
+from jaxdist.mesh.split import Split
 from jaxdist.planning.compiler_habits import Habit
-from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, Transfer
 from jaxdist.planning.stream_traffic import STREAM_OF_LAYERS
@@ -31,7 +30,7 @@ GRADIENTS_OF_LAYERS = f"{GRADIENTS}layers"
 class Case:
     """A compiled step and its prediction."""
 
-    config: Config
+    split: Split
     layout: Layout
     jax: str
     """The version of jax that compiled it."""
@@ -71,9 +70,9 @@ def _has_no_prediction(row: Row, case: Case) -> bool:
 
 def _sends_once_for_all_groups(row: Row, case: Case) -> bool:
     """Return whether gradients of layers are reduced once per step, not once per group of micro-batches."""
-    config = case.config
+    config = case.split.config
     in_groups = config.parallel.zero >= 2 and config.parallel.micro_batches == "outside"
-    if pipeline_of(config, case.layout) or not in_groups:
+    if pipeline_of(case.split) or not in_groups:
         return False
     groups = config.train.accumulation
     reduced = _predicted(row, case, ALL_REDUCE, GRADIENTS_OF_LAYERS)
@@ -82,7 +81,7 @@ def _sends_once_for_all_groups(row: Row, case: Case) -> bool:
 
 def _sends_once_for_all_ticks(row: Row, case: Case) -> bool:
     """Return whether gradients of layers are reduced once per loop over ticks, not once per tick."""
-    pipe = pipeline_of(case.config, case.layout)
+    pipe = pipeline_of(case.split)
     if not pipe:
         return False
     ticks, loops = _ticks_and_loops(pipe)
@@ -93,7 +92,7 @@ def _sends_once_for_all_ticks(row: Row, case: Case) -> bool:
 
 def _sends_once_for_all_ticks_of_one_layer(row: Row, case: Case) -> bool:
     """Return whether a stage is one layer, and gradients are reduced once per loop over ticks, not once per tick."""
-    pipe = pipeline_of(case.config, case.layout)
+    pipe = pipeline_of(case.split)
     # No loop over layers stands between the gradients and the loop over ticks.
     return pipe is not None and pipe.stages.depth == 1 and _sends_once_for_all_ticks(row, case)
 
@@ -110,12 +109,12 @@ def _gathers_once_for_both_products(row: Row, case: Case) -> bool:
 
     Only a stage of one layer may differ in this way.
     """
-    pipe = pipeline_of(case.config, case.layout)
+    pipe = pipeline_of(case.split)
     if not pipe or pipe.stages.depth > 1 or pipe.schedule.split or not pipe.recomputes:
         return False
     gathered = _predicted(row, case, ALL_GATHER, STREAM_OF_LAYERS)
     once_a_tick = [one.elements // one.calls * pipe.ticks("B") for one in gathered]
-    return _sends_less(row, once_a_tick, compute_width(case.config))
+    return _sends_less(row, once_a_tick, case.split.width)
 
 
 def _predicted(row: Row, case: Case, kind: str, what: str) -> list[Transfer]:

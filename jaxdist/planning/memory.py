@@ -28,16 +28,15 @@ from typing import NamedTuple, TypedDict
 import jax
 
 from jaxdist.config import Config
-from jaxdist.mesh.split import Split
-from jaxdist.models import Model
+from jaxdist.mesh.split import Split, compute_width
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import pipeline_memory, step_bytes
-from jaxdist.planning.activations import own_length, saved_per_token, working
-from jaxdist.planning.parameter_layout import Placed, by_precision, compute_width, placed
-from jaxdist.planning.pipelines import Pipeline, pipeline_of
+from jaxdist.planning.activations import saved_per_token, working
+from jaxdist.planning.parameter_layout import Placed, by_precision
+from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import F32
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.step_bytes import Elements
-from jaxdist.sharding import Layout
 
 
 @dataclass(frozen=True)
@@ -110,36 +109,31 @@ class Memory:
         }
 
 
-def predict(config: Config, model: Model | Foreign, layout: Layout) -> Memory:
-    """Predict the memory of one device of a mesh; `config.precision` is resolved, no longer `auto`.
-
-    The activations of image classifiers are not predicted.
-    """
-    parameters = placed(config, model, layout)
-    pipe = pipeline_of(config, layout)
-    if isinstance(model, Foreign):
-        held = _classifier(config, model, layout, parameters)
-    elif pipe is not None:
-        held = _pipeline(config, layout, parameters, pipe)
+def predict(sharded: ShardedModel) -> Memory:
+    """Predict the memory of one device of a mesh. The activations of image classifiers are not predicted."""
+    if isinstance(sharded.model, Foreign):
+        held = _classifier(sharded, sharded.model)
+    elif sharded.pipe is not None:
+        held = _pipeline(sharded, sharded.pipe)
     else:
-        held = _decoder(config, layout, parameters)
-    return replace(held, update=_update(config, parameters, held))
+        held = _decoder(sharded)
+    return replace(held, update=_update(sharded.config, sharded.parameters, held))
 
 
-def _classifier(config: Config, model: Foreign, layout: Layout, parameters: list[Placed]) -> Memory:
+def _classifier(sharded: ShardedModel, model: Foreign) -> Memory:
     """Return the memory of an image classifier, without the update of offloaded state."""
+    config = sharded.config
+    split = sharded.split
+    parameters = sharded.parameters
     at_rest = _at_rest(config, parameters)
     sizes = config.model
-    k = Split(config, dict(layout.axes)).micro_batches
     pixels = sizes.image**2 * sizes.channels
     elements = _elements([p for p in parameters if p.trained])
-    zero = config.parallel.zero
-    width = compute_width(config)
     return Memory(
         **at_rest,
-        batch=F32 * _rows(config, layout) * k * (pixels + 1),
+        batch=F32 * split.rows * split.micro_batches * (pixels + 1),
         variables=sum(_bytes(a) for a in jax.tree.leaves(model.variables)),
-        gradients=int(step_bytes.gradients(zero, width, elements, config.train.accumulation == 1)),
+        gradients=int(step_bytes.gradients(config.parallel.zero, split.width, elements, split.micro_batches == 1)),
         weights=_weights(config, parameters),
         activations=0,
         working=0,
@@ -147,53 +141,49 @@ def _classifier(config: Config, model: Foreign, layout: Layout, parameters: list
     )
 
 
-def _pipeline(config: Config, layout: Layout, parameters: list[Placed], pipe: Pipeline) -> Memory:
+def _pipeline(sharded: ShardedModel, pipe: Pipeline) -> Memory:
     """Return the memory of a rank of a pipeline, without the update of offloaded state."""
+    config = sharded.config
+    parameters = sharded.parameters
     at_rest = _at_rest(config, parameters, pipe)
-    rows = _rows(config, layout)
     if not pipe.flush:
-        at_rest["in_flight"] += pipeline_memory.in_flight(config, layout, parameters, pipe, rows)
+        at_rest["in_flight"] += pipeline_memory.in_flight(sharded, pipe)
     return Memory(
         **at_rest,
-        batch=_batch_of_tokens(config, layout),
+        batch=_batch_of_tokens(sharded.split),
         gradients=pipeline_memory.gradients(config, parameters),
         weights=pipeline_memory.weights(config, parameters, pipe),
-        **pipeline_memory.activations(config, layout, pipe, rows),
+        **pipeline_memory.activations(sharded, pipe),
         host_traffic=_host_traffic(config, parameters),
     )
 
 
-def _decoder(config: Config, layout: Layout, parameters: list[Placed]) -> Memory:
+def _decoder(sharded: ShardedModel) -> Memory:
     """Return the memory of a decoder without a pipeline, without the update of offloaded state."""
+    config = sharded.config
+    split = sharded.split
+    layout = sharded.layout
+    parameters = sharded.parameters
     at_rest = _at_rest(config, parameters)
     elements = _elements([p for p in parameters if p.trained])
-    parallel = config.parallel
-    zero = parallel.zero
+    zero = config.parallel.zero
     sizes = config.model
-    width = compute_width(config)
-    rows = _rows(config, layout)
-    k = Split(config, dict(layout.axes)).micro_batches
-    # ZeRO 2 and 3 keep only the named arrays of a layer where nothing is checkpointed.
-    remat: str = sizes.remat
-    if zero >= 2 and remat == "none":
-        remat = "named"
+    width = split.width
+    k = split.micro_batches
     # Groups of micro-batches run one after the other, each with activations of its own.
-    groups = k
-    if zero >= 2 and parallel.micro_batches == "inside":
-        groups = 1
-    kept = width * rows * k // groups * own_length(sizes, layout) * sizes.layers
-    kept *= saved_per_token(sizes, layout, remat)
+    groups = 1 if split.inside else k
+    kept = width * split.tokens * k // groups * sizes.layers * saved_per_token(sizes, layout, split.saved)
     to_host = 0
-    if remat == "offload":
+    if split.saved == "offload":
         to_host = kept
     later = int(step_bytes.gradients_of_layers(zero, width, elements))
     return Memory(
         **at_rest,
-        batch=_batch_of_tokens(config, layout),
-        gradients=int(step_bytes.gradients(zero, width, elements, config.train.accumulation == 1)),
+        batch=_batch_of_tokens(split),
+        gradients=int(step_bytes.gradients(zero, width, elements, k == 1)),
         weights=_weights(config, parameters),
         activations=kept - to_host,
-        working=working(sizes, layout, rows, width, remat, later=later),
+        working=working(sizes, layout, split.rows, width, split.saved, later=later),
         host_activations=to_host,
         host_traffic=_host_traffic(config, parameters) + groups * to_host,
     )
@@ -236,20 +226,13 @@ def _host_traffic(config: Config, parameters: list[Placed]) -> int:
     return sum(widths(config, p).host * p.held for p in parameters)
 
 
-def _rows(config: Config, layout: Layout) -> int:
-    """Return the rows of a micro-batch on one device."""
-    k = Split(config, dict(layout.axes)).micro_batches
-    return config.train.global_batch_size // k // layout.ranks
-
-
-def _batch_of_tokens(config: Config, layout: Layout) -> int:
+def _batch_of_tokens(split: Split) -> int:
     """Return the bytes of the token batch of a step on one device."""
-    sizes = config.model
-    k = Split(config, dict(layout.axes)).micro_batches
+    sizes = split.config.model
     # Tokens, labels and, where documents are kept apart, the starts of documents; dropout needs the row's number.
     arrays = 3 if sizes.documents == "apart" else 2
     numbers = int(sizes.dropout > 0 or sizes.lora_dropout > 0)
-    return 4 * _rows(config, layout) * k * (arrays * own_length(sizes, layout) + numbers)
+    return 4 * split.rows * split.micro_batches * (arrays * split.length + numbers)
 
 
 def _update(config: Config, parameters: list[Placed], held: Memory) -> int:

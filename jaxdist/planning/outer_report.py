@@ -14,6 +14,7 @@ from jaxdist.mesh.split import Split
 from jaxdist.planning import communication, memory
 from jaxdist.planning.predicted_collectives import F32, Transfer
 from jaxdist.planning.report import Report, compiled_json, differing_json, predicted_json
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import Layout
 
 SCALARS = 7
@@ -32,7 +33,7 @@ class OuterReport(Report):
     @cached_property
     def transfers(self) -> list[Transfer]:
         """The predicted collectives."""
-        return communication.outer(self.config, self.model, self.layout)
+        return communication.outer(self.sharded)
 
     @property
     def local_steps(self) -> int:
@@ -42,7 +43,8 @@ class OuterReport(Report):
     @cached_property
     def step_memory(self) -> memory.Memory:
         """The predicted memory of a local step alone."""
-        return memory.predict(of_local_step(self.config, self.layout), self.model, self.layout.without(REPLICA))
+        own = of_local_step(self.config, self.layout)
+        return memory.predict(ShardedModel.of(own, self.model, self.layout.without(REPLICA)))
 
     @cached_property
     def held(self) -> dict[str, int]:

@@ -8,13 +8,14 @@ in 1F1B.
 from __future__ import annotations
 
 from jaxdist.config import Config
+from jaxdist.mesh.split import compute_width
 from jaxdist.planning import step_bytes
-from jaxdist.planning.activations import own_length, saved_per_token, stashed_per_token, working
-from jaxdist.planning.parameter_layout import Placed, by_precision, compute_width
+from jaxdist.planning.activations import saved_per_token, stashed_per_token, working
+from jaxdist.planning.parameter_layout import Placed, by_precision
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import F32
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.step_bytes import Elements
-from jaxdist.sharding import Layout
 
 
 def _elements(parameters: list[Placed], stacked: bool) -> Elements:
@@ -55,20 +56,19 @@ def weights(config: Config, parameters: list[Placed], pipe: Pipeline) -> int:
     return total
 
 
-def activations(config: Config, layout: Layout, pipe: Pipeline, rows: int) -> dict[str, int]:
+def activations(sharded: ShardedModel, pipe: Pipeline) -> dict[str, int]:
     """Return the fields `activations` and `working` of `memory.Memory`: the buffers, and what one unit needs.
 
     Some buffers have a slot more than the schedule needs (`table`). With remat stage only the inputs of chunks are
     kept, and what a chunk saves for its backward pass exists for one micro-batch at a time, while its B runs;
     otherwise the layers write and read their buffers.
     """
-    sizes = config.model
-    width = compute_width(config)
+    split = sharded.split
+    layout = sharded.layout
+    sizes = sharded.config.model
     slots = pipe.table.slots
-    tokens = rows * own_length(sizes, layout)
-    stream = width * tokens * sizes.embed // layout.size(*layout.sequence_parallel)
-    named = "named" if sizes.remat in ("none", "stage") else sizes.remat
-    chunk = width * tokens * pipe.stages.depth * saved_per_token(sizes, layout, named)
+    stream = _stream(sharded)
+    chunk = _saved_by_chunk(sharded, pipe)
     if pipe.recomputes:
         kept = stream
         recomputed = chunk
@@ -78,39 +78,49 @@ def activations(config: Config, layout: Layout, pipe: Pipeline, rows: int) -> di
     # The two more are the messages, one in each direction.
     buffers = (slots["acts"] + slots["cots"] + 2) * stream + slots["residuals"] * kept
     if pipe.schedule.split:
-        buffers += slots["stash"] * width * tokens * pipe.stages.depth * stashed_per_token(sizes, layout)
+        stash = split.width * split.tokens * pipe.stages.depth * stashed_per_token(sizes, layout)
+        buffers += slots["stash"] * stash
     return {
         "activations": buffers,
-        "working": recomputed + working(sizes, layout, rows, width, named),
+        "working": recomputed + working(sizes, layout, split.rows, split.width, split.saved),
     }
 
 
-def in_flight(config: Config, layout: Layout, parameters: list[Placed], pipe: Pipeline, rows: int) -> int:
+def _stream(sharded: ShardedModel) -> int:
+    """Return the bytes of what a device has of a micro-batch's residual stream."""
+    split = sharded.split
+    layout = sharded.layout
+    return split.width * split.tokens * sharded.config.model.embed // layout.size(*layout.sequence_parallel)
+
+
+def _saved_by_chunk(sharded: ShardedModel, pipe: Pipeline) -> int:
+    """Return the bytes that the layers of a chunk save for the backward pass of a micro-batch."""
+    split = sharded.split
+    each = saved_per_token(sharded.config.model, sharded.layout, split.saved)
+    return split.width * split.tokens * pipe.stages.depth * each
+
+
+def in_flight(sharded: ShardedModel, pipe: Pipeline) -> int:
     """Return the bytes that an asynchronous pipeline holds between steps (weight stashing).
 
     All buffers are as deep as those of the first rank. Each batch in flight has the weights of its forward pass and
     what that pass has saved; each batch that has passed the head has the gradient of the shared parameters; and there
     is one message in each direction.
     """
-    layers = _elements(parameters, stacked=True)
-    learned = [p for p in parameters if p.trained]
+    split = sharded.split
+    layers = _elements(sharded.parameters, stacked=True)
+    learned = [p for p in sharded.parameters if p.trained]
     shared = _elements(learned, stacked=False)
-    sizes = config.model
-    width = compute_width(config)
+    sizes = sharded.config.model
     S = pipe.stages.ranks
-    tokens = rows * own_length(sizes, layout)
-    stream = width * tokens * sizes.embed // layout.size(*layout.sequence_parallel)
-    if pipe.recomputes:
-        saved = stream
-    else:
-        named = "named" if sizes.remat == "none" else sizes.remat
-        saved = width * tokens * pipe.stages.depth * saved_per_token(sizes, layout, named)
+    stream = _stream(sharded)
+    saved = stream if pipe.recomputes else _saved_by_chunk(sharded, pipe)
     # Tokens, labels and, where documents are kept apart, the starts of documents; dropout needs two words of keys.
     arrays = 3 if sizes.documents == "apart" else 2
     keys = 2 if sizes.dropout or sizes.lora_dropout else 0
-    batch = F32 * rows * (arrays * own_length(sizes, layout) + keys)
+    batch = F32 * split.rows * (arrays * split.length + keys)
     # The batch's number and count of tokens, its loss, and the square of its gradient's norm.
     numbers = 4 * F32
-    of_batch = width * layers.rest + saved + batch + numbers
+    of_batch = split.width * layers.rest + saved + batch + numbers
     round_number = F32
     return int(S * of_batch + (S // 2 + 1) * F32 * shared.use + 2 * stream + round_number)

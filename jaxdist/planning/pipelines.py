@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxdist.config import Config
-from jaxdist.mesh import PIPELINE
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted, multiples, remedy, to
 from jaxdist.parallel.pipeline.formulas import in_flight
@@ -18,7 +17,6 @@ from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.simulate import Bubble, Times, bubble
 from jaxdist.parallel.pipeline.stages import Stages, stages_of
 from jaxdist.parallel.pipeline.table import Table, make_table
-from jaxdist.sharding import Layout
 
 
 @dataclass(frozen=True)
@@ -168,15 +166,14 @@ def _listed(numbers: Iterable[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-def pipeline_of(config: Config, layout: Layout) -> Pipeline | None:
-    """Return the pipeline of `config`, or None without one. Raises `ValueError` as `stages_of` does."""
-    shape = {PIPELINE: layout.size(PIPELINE)}
-    stages = stages_of(config, shape)
+def pipeline_of(split: Split) -> Pipeline | None:
+    """Return the pipeline of a run, or None without one. Raises `ValueError` as `stages_of` does."""
+    stages = stages_of(split)
     if stages is None:
         return None
-    schedule = make(config.pipeline.schedule, stages.ranks, Split(config, shape).micro_batches, stages.virtual)
+    schedule = make(split.config.pipeline.schedule, stages.ranks, split.micro_batches, stages.virtual)
     kind = Pipeline if schedule.flush else AsynchronousPipeline
-    return kind(stages, make_table(schedule), config.model.remat)
+    return kind(stages, make_table(schedule), split.config.model.remat)
 
 
 def describe(pipe: Pipeline) -> str:

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, ZERO_AXES, abstract_mesh, describe
+from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, ZERO_AXES, abstract_mesh, describe
 from jaxdist.mesh.context import SHORTEST_PART
 from jaxdist.mesh.split import Split
-from jaxdist.models import Model
-from jaxdist.models.foreign import Foreign
 from jaxdist.output import units
 from jaxdist.output.units import closest, divisors, remedy
 from jaxdist.planning import memory
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.request.checks import check_mesh_fits
 from jaxdist.sharding import Layout
 
@@ -29,28 +28,28 @@ Change = tuple[str, object]
 """A knob and its new value."""
 
 
-def advice(config: Config, model: Model | Foreign, layout: Layout, room: float, others: Sequence[str] = ()) -> str:
+def advice(sharded: ShardedModel, room: float, others: Sequence[str] = ()) -> str:
     """Return a sentence such as `set model.remat to block (3.1 GiB predicted), or ...`.
 
     It names what fits into `room` bytes; `others` come last.
     """
-    ways = [*fitting(config, model, layout, room), *others]
+    ways = [*fitting(sharded, room), *others]
     if not ways:
         return NONE.format(WIDEST)
     return remedy(*ways)
 
 
-def fitting(config: Config, model: Model | Foreign, layout: Layout, room: float) -> list[str]:
+def fitting(sharded: ShardedModel, room: float) -> list[str]:
     """Return changes with which the step fits into `room` bytes, such as `model.remat to block (3.1 GiB predicted)`.
 
     First come the knobs that are enough alone, those that save most before the others; where none is, all that save
     something together. Then come the same devices with parts of rows in the place of rows, and with experts in the
     place of tensors, and last the smallest of the larger meshes.
     """
-    now = memory.predict(config, model, layout).total
+    now = memory.predict(sharded).total
     saving = []
-    for change in _changes(config, layout):
-        total = memory.predict(_with(config, *change), model, layout).total
+    for change in _changes(sharded.split):
+        total = memory.predict(sharded.asked(_with(sharded.config, *change))).total
         if total < now:
             saving.append((total, _to(change), change))
     # By the memory that the step would need, and by name where that is equal.
@@ -58,27 +57,25 @@ def fitting(config: Config, model: Model | Foreign, layout: Layout, room: float)
     found = [_with_total(text, total) for total, text, _ in saving if total <= room][:MOST]
     # No knob is enough alone.
     if not found:
-        found = _together(config, model, layout, room, [change for _, _, change in saving])
+        found = _together(sharded, room, [change for _, _, change in saving])
     return [
         *found,
-        *_parts_for_rows(config, model, layout, room),
-        *_experts_for_tensors(config, model, layout, room),
-        *_larger_mesh(config, model, layout, room),
+        *_parts_for_rows(sharded, room),
+        *_experts_for_tensors(sharded, room),
+        *_larger_mesh(sharded, room),
     ]
 
 
-def _together(
-    config: Config, model: Model | Foreign, layout: Layout, room: float, changes: Sequence[Change]
-) -> list[str]:
+def _together(sharded: ShardedModel, room: float, changes: Sequence[Change]) -> list[str]:
     """Apply the changes in order, each only where it saves more, until the step fits; empty if it never does."""
     taken: list[Change] = []
-    total = memory.predict(config, model, layout).total
+    total = memory.predict(sharded).total
     for name, value in changes:
-        changed = _with(config, name, value)
-        smaller = memory.predict(changed, model, layout).total
+        changed = sharded.asked(_with(sharded.config, name, value))
+        smaller = memory.predict(changed).total
         if smaller >= total or name in dict(taken):
             continue
-        config = changed
+        sharded = changed
         total = smaller
         taken.append((name, value))
         if total <= room:
@@ -86,71 +83,72 @@ def _together(
     return []
 
 
-def _parts_for_rows(config: Config, model: Model | Foreign, layout: Layout, room: float) -> list[str]:
+def _parts_for_rows(sharded: ShardedModel, room: float) -> list[str]:
     """Return the first mesh whose devices have parts of rows in the place of rows, if the step fits there.
 
     As many more micro-batches follow each other, so that a device has fewer tokens at once.
     """
-    here = {axis: layout.size(axis) for axis in AXES}
-    knob = _micro_batches_knob(config, layout)
-    for times in divisors(here[DATA])[1:]:
-        context = here[CONTEXT] * times
+    split = sharded.split
+    config = split.config
+    data = split.size(DATA)
+    knob = _micro_batches_knob(split)
+    for times in divisors(data)[1:]:
+        context = split.size(CONTEXT) * times
         if config.model.images or not knob or config.model.sequence < SHORTEST_PART * context:
             return []
-        more = times * Split(config, here).micro_batches
-        shape = here | {DATA: here[DATA] // times, CONTEXT: context}
-        found = _on_mesh(_with(config, knob, more), model, layout, room, shape, f" with {_to((knob, more))}")
+        more = times * split.micro_batches
+        other = Split(_with(config, knob, more), {**split.shape, DATA: data // times, CONTEXT: context})
+        found = _on_mesh(sharded, other, room, f" with {_to((knob, more))}")
         if found:
             return found
     return []
 
 
-def _experts_for_tensors(config: Config, model: Model | Foreign, layout: Layout, room: float) -> list[str]:
+def _experts_for_tensors(sharded: ShardedModel, room: float) -> list[str]:
     """Return the mesh that spreads experts over the devices that now split tensors, if the step fits there.
 
     Devices that split tensors have the same tokens, and each sends all of them to their experts.
     """
-    here = {axis: layout.size(axis) for axis in AXES}
-    if not config.model.traits.routed or here[MODEL] == 1:
+    split = sharded.split
+    if not split.config.model.traits.routed or split.size(MODEL) == 1:
         return []
-    return _on_mesh(config, model, layout, room, here | {EXPERT: here[EXPERT] * here[MODEL], MODEL: 1})
+    return _on_mesh(sharded, split.on(**{EXPERT: split.size(EXPERT, MODEL), MODEL: 1}), room)
 
 
-def _larger_mesh(config: Config, model: Model | Foreign, layout: Layout, room: float) -> list[str]:
+def _larger_mesh(sharded: ShardedModel, room: float) -> list[str]:
     """Return the first larger mesh on which the step fits, fewest devices first; only one axis grows."""
-    here = {axis: layout.size(axis) for axis in AXES}
+    split = sharded.split
+    sizes = split.config.model
     times = 2
     while times <= WIDEST:
         # The simpler change comes first.
         axes = [DATA, MODEL]
-        if config.model.sequence >= SHORTEST_PART * here[CONTEXT] * times:
+        if sizes.sequence >= SHORTEST_PART * split.size(CONTEXT) * times:
             axes.insert(1, CONTEXT)
-        if config.model.traits.routed:
+        if sizes.traits.routed:
             axes.insert(1, EXPERT)
         for axis in axes:
-            found = _on_mesh(config, model, layout, room, here | {axis: here[axis] * times})
+            found = _on_mesh(sharded, split.on(**{axis: split.size(axis) * times}), room)
             if found:
                 return found
         times *= 2
     return []
 
 
-def _on_mesh(
-    config: Config, model: Model | Foreign, layout: Layout, room: float, shape: dict[str, int], also: str = ""
-) -> list[str]:
-    """Return a mesh of this shape, if the model divides over it and the step fits there; `also` is changed too."""
-    if not _divides(config, shape):
+def _on_mesh(sharded: ShardedModel, other: Split, room: float, also: str = "") -> list[str]:
+    """Return the mesh of `other`, if the model divides over it and the step fits there; `also` is changed too."""
+    if not _divides(other):
         return []
-    other = Layout.of(Split(config, shape), abstract_mesh(shape), Like(layout))
-    total = memory.predict(config, model, other).total
+    layout = Layout.of(other, abstract_mesh(other.shape), Like(sharded.layout))
+    total = memory.predict(ShardedModel(other, sharded.model, layout)).total
     if total > room:
         return []
-    return [_with_total(f"the mesh to {describe(shape).replace(' ', ',')}{also}", total)]
+    return [_with_total(f"the mesh to {describe(other.shape).replace(' ', ',')}{also}", total)]
 
 
-def _divides(config: Config, shape: dict[str, int]) -> bool:
+def _divides(split: Split) -> bool:
     try:
-        check_mesh_fits(Split(config, shape))
+        check_mesh_fits(split)
     except RequestError:
         return False
     return True
@@ -182,11 +180,12 @@ def _with_total(text: str, total: int) -> str:
     return f"{text} ({units.size(total)} predicted)"
 
 
-def _changes(config: Config, layout: Layout) -> Iterator[Change]:
+def _changes(split: Split) -> Iterator[Change]:
     """Yield legal changes that may save memory; all leave the layout of the model as it is."""
+    config = split.config
     parallel = config.parallel
     sizes = config.model
-    pipelined = layout.size(PIPELINE) > 1
+    pipelined = split.pipelined
     not_recomputed = config.pipeline.traits.not_recomputed if pipelined else ()
 
     if sizes.remat not in ("block", "stage", "offload") and not sizes.images and "block" not in not_recomputed:
@@ -197,25 +196,21 @@ def _changes(config: Config, layout: Layout) -> Iterator[Change]:
         yield "model.capacity_factor", 1.0
     if pipelined and config.pipeline.schedule == "gpipe":
         yield "pipeline.schedule", "1f1b"
-    if parallel.zero < 3 and layout.size(*ZERO_AXES) > 1:
+    if parallel.zero < 3 and split.size(*ZERO_AXES) > 1:
         yield "parallel.zero", 3
-    knob = _micro_batches_knob(config, layout)
+    knob = _micro_batches_knob(split)
     if knob:
-        k = Split(config, dict(layout.axes)).micro_batches
-        rows = config.train.global_batch_size // (k * layout.ranks)
-        for times in closest(divisors(rows), 1):
-            yield knob, k * times
-    # The layers of models of images are not known, so that their micro-batches always run outside.
-    outside = parallel.micro_batches == "outside" or sizes.images
-    if not pipelined and parallel.zero >= 2 and config.train.accumulation > 1 and not outside:
+        for times in closest(divisors(split.rows), 1):
+            yield knob, split.micro_batches * times
+    if split.inside and split.micro_batches > 1:
         yield "parallel.micro_batches", "outside"
 
 
-def _micro_batches_knob(config: Config, layout: Layout) -> str:
+def _micro_batches_knob(split: Split) -> str:
     """Return the knob of the number of micro-batches; empty for PipeDream, which has one."""
-    if layout.size(PIPELINE) == 1:
+    if not split.pipelined:
         return "train.accumulation"
-    return "" if config.pipeline.asynchronous else "pipeline.microbatches"
+    return "pipeline.microbatches" if split.flush else ""
 
 
 def _with(config: Config, name: str, value: object) -> Config:

@@ -18,8 +18,8 @@ from jaxdist.planning import (
     communication,
     context_report,
     known_differences,
+    layout_notes,
     memory,
-    parameter_layout,
     transfer_time,
 )
 from jaxdist.planning.clusters import Cluster
@@ -28,9 +28,10 @@ from jaxdist.planning.hardware import Gpu
 from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.planning.kernels import Kernels, kernels
 from jaxdist.planning.overlap import Sent, by_axes
-from jaxdist.planning.pipelines import Pipeline, pipeline_of
+from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import ALL_REDUCE, ALL_TO_ALL, PERMUTE, Transfer
 from jaxdist.planning.remedies import fitting
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.target import room, too_large
 from jaxdist.sharding import Layout
 
@@ -171,6 +172,11 @@ class Report:
         return self.program.peak_bytes + sum(self.beside.values())
 
     @cached_property
+    def sharded(self) -> ShardedModel:
+        """The model on the mesh of the program, as predictions read it."""
+        return ShardedModel.of(self.config, self.model, self.layout)
+
+    @cached_property
     def collectives(self) -> list[Collective]:
         """The collectives of the program."""
         return collectives(self.program.text, self.mesh)
@@ -190,22 +196,22 @@ class Report:
         """The predicted collectives; none where `unpredicted` gives a reason."""
         if self.unpredicted:
             return []
-        return communication.predict(self.config, self.model, self.layout)
+        return communication.predict(self.sharded)
 
     @property
     def unpredicted(self) -> str:
         """Why collectives are not predicted; empty where they are."""
-        return communication.unpredicted(self.config, self.layout)
+        return communication.unpredicted(self.sharded.split)
 
-    @cached_property
+    @property
     def pipeline(self) -> Pipeline | None:
         """The pipeline, or None without one."""
-        return pipeline_of(self.config, self.layout)
+        return self.sharded.pipe
 
     @cached_property
     def memory(self) -> memory.Memory:
         """The predicted memory."""
-        return memory.predict(self.config, self.model, self.layout)
+        return memory.predict(self.sharded)
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -264,7 +270,7 @@ class Report:
     @cached_property
     def known(self) -> dict[Key, str]:
         """The expected ones among `differences`, with the reason of each."""
-        case = known_differences.Case(self.config, self.layout, self.program.jax, self.transfers)
+        case = known_differences.Case(self.sharded.split, self.layout, self.program.jax, self.transfers)
         reasons = {(row.axes, row.kind): known_differences.reason(row, case) for row in self.differences}
         return {key: reason for key, reason in reasons.items() if reason}
 
@@ -297,7 +303,7 @@ class Report:
 
         None where none of them does.
         """
-        plain = communication.data_parallel(self.config, self.model, self.layout)
+        plain = communication.data_parallel(self.sharded)
         if not plain:
             return None
         # Tokens on their way to experts are neither, nor is what attention sends, nor where documents start.
@@ -330,9 +336,7 @@ class Report:
     @property
     def notes(self) -> list[str]:
         """How the step was compiled, what is not split (evenly), and what counts more often than it runs."""
-        whole = self.whole
-        parameters = parameter_layout.placed(whole.config, whole.model, whole.layout)
-        found = [*self.program.notes, *parameter_layout.notes(whole.config, parameters, whole.layout)]
+        found = [*self.program.notes, *layout_notes.notes(self.whole.sharded)]
         if any(one.branch for one in self.collectives):
             found.append(
                 "collectives in branches count in every tick, although a rank skips those where it has nothing to run"
@@ -362,7 +366,7 @@ class Report:
         # Assume that prediction and program differ by the same factor after a change.
         whole = self.whole
         predicted = room(self.target) * whole.memory.total / needed
-        return too_large(needed, self.target, fitting(whole.config, whole.model, whole.layout, predicted))
+        return too_large(needed, self.target, fitting(whole.sharded, predicted))
 
     def json(self) -> dict[str, object]:
         """Return the schema of `docs/reference/json.md`."""
@@ -378,7 +382,7 @@ class Report:
             "jax": program.jax,
             "precision": self.config.precision,
             "pipeline": self.pipeline.json() if self.pipeline else None,
-            CONTEXT: context_report.json(self.config, self.whole.mesh.shape),
+            CONTEXT: context_report.json(self.whole.sharded.split),
             "memory": {
                 "arguments": program.argument_bytes,
                 "temporaries": program.temporary_bytes,

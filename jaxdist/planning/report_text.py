@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jaxdist.mesh import CONTEXT, REPLICA, describe
-from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted, size
 from jaxdist.planning import context_report, overlap, pipelines
 from jaxdist.planning.collective_time import group_over
@@ -43,19 +42,19 @@ def _head(report: Report) -> list[str]:
     program = report.program
     where = f"{report.gpu.kind}, not here" if report.gpu else "CPU"
     mesh = report.whole.mesh
-    k = Split(config, mesh.shape).micro_batches
+    split = report.whole.sharded.split
     found = [
         f"compiled    for {mesh.size} x {where}, by jax {program.jax}: traced in {program.lower_seconds:.1f} s, "
         f"compiled in {program.compile_seconds:.1f} s",
         f"mesh        {describe(mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}; "
-        f"{counted(k, 'micro-batch')}; remat {config.model.remat}",
+        f"{counted(split.micro_batches, 'micro-batch')}; remat {config.model.remat}",
     ]
     if report.outer:
         found.append(
             f"local steps {report.outer.local_steps} by each of {counted(mesh.size // report.mesh.size, REPLICA)}, "
             f"on {counted(report.mesh.size, 'device')}, then an outer step averages; the loss is not that of one device"
         )
-    attends = context_report.sentence(config, mesh.shape)
+    attends = context_report.sentence(split)
     if attends:
         found.append(f"context     {attends}")
     if report.pipeline:
@@ -72,9 +71,9 @@ def _experts(report: Report) -> list[str]:
     config = report.config
     if not config.model.traits.routed:
         return []
-    sentences = [*experts(config, report.layout), exchanged(report.transfers)]
+    sentences = [*experts(report.sharded.split), exchanged(report.transfers)]
     found = [f"experts     {sentence}" for sentence in sentences if sentence]
-    return [*found, f"arithmetic  {arithmetic(config, report.layout)}"]
+    return [*found, f"arithmetic  {arithmetic(report.sharded.split)}"]
 
 
 def _memory(report: Report) -> list[str]:

@@ -22,7 +22,8 @@ from jaxdist.config import Config
 from jaxdist.mesh.split import Split
 from jaxdist.planning.adapters import WHOLE_BLOCK
 from jaxdist.planning.collective_time import Numbers
-from jaxdist.planning.pipelines import Pipeline, pipeline_of
+from jaxdist.planning.pipelines import Pipeline
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import Layout
 
 
@@ -151,22 +152,22 @@ def in_ticks(pipe: Pipeline) -> Runs:
 class Step:
     """A step whose transfers are predicted: one without a pipeline where `pipe` is None."""
 
-    config: Config
+    split: Split
     layout: Layout
     pipe: Pipeline | None
     runs: Runs
 
     @classmethod
-    def of(cls, config: Config, layout: Layout) -> Step:
-        """Return the step of a configuration."""
-        pipe = pipeline_of(config, layout)
-        runs = in_ticks(pipe) if pipe else in_loops(Split(config, dict(layout.axes)))
-        return cls(config, layout, pipe, runs)
+    def of(cls, sharded: ShardedModel) -> Step:
+        """Return the step of a model on its mesh."""
+        pipe = sharded.pipe
+        runs = in_ticks(pipe) if pipe else in_loops(sharded.split)
+        return cls(sharded.split, sharded.layout, pipe, runs)
 
-    @cached_property
-    def split(self) -> Split:
-        """What each device has of the step."""
-        return Split(self.config, dict(self.layout.axes))
+    @property
+    def config(self) -> Config:
+        """The configuration."""
+        return self.split.config
 
     @cached_property
     def tokens(self) -> int:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from jaxdist.mesh import PIPELINE
+from jaxdist.mesh.split import compute_width
 from jaxdist.models.experts import METERS
 from jaxdist.models.loss import chunk_length
 from jaxdist.planning import context_traffic, expert_traffic
 from jaxdist.planning.adapters import learns_columns, learns_tables
 from jaxdist.planning.collective_time import Numbers
-from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
     ALL_REDUCE,

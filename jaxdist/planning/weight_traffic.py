@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterator
 
 from jaxdist.config import Config
+from jaxdist.mesh.split import compute_width
 from jaxdist.planning.collective_time import Numbers
-from jaxdist.planning.parameter_layout import Placed, compute_width
+from jaxdist.planning.parameter_layout import Placed
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
     ALL_REDUCE,

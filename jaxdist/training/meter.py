@@ -55,7 +55,7 @@ class Meter:
         self.peak = peak_flops(self.device.device_kind, config.precision)
         self.pending: tuple[int, Metrics] | None = None
         """The step that is on its way."""
-        self.predicted: int | None = memory.predict(config, run.model, run.layout).total
+        self.predicted: int | None = memory.predict(run.sharded).total
         """Predicted bytes of a device; None once they have been logged beside those of the first step."""
         self.experts = config.model.experts
         self.per_token = config.model.experts_per_token

@@ -13,7 +13,6 @@ import jax
 
 from jaxdist.config import Config
 from jaxdist.mesh import REPLICA
-from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted
 from jaxdist.parallel.crossing.replicas import filled, join, joined, mesh_of, part, value
 from jaxdist.sharding import on_devices
@@ -154,7 +153,7 @@ class RoundRunner:
 
 def run_of(run: Run, mesh: jax.sharding.Mesh) -> Run:
     """Return what a replica runs on its mesh: the same run, with its part of the rows."""
-    one = Run(Split(run.config, run.mesh.shape).of_one_replica.config, mesh=mesh)
+    one = Run(run.split.of_one_replica.config, mesh=mesh)
     one.steps = run.steps
     return one
 

@@ -28,6 +28,7 @@ from jaxdist.planning import communication
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hardware import Gpu
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.process.gpu_memory import gpu_share
 from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout
@@ -102,13 +103,15 @@ class Run:
             # The model runs inside the pipeline's manual region.
             model_layout = replace(self.layout, manual=True)
         self.model = models.build(config.model, model_layout)
+        self.sharded = ShardedModel(split, self.model, self.layout)
+        """What predictions read."""
         self.task: TextTask | ImageTask
         if isinstance(self.model, Foreign):
-            self.task = ImageTask(self.config, self.model, self.mesh, self.layout)
+            self.task = ImageTask(split, self.model, self.mesh, self.layout)
         else:
-            self.task = TextTask(self.config, self.model, self.mesh, self.layout)
+            self.task = TextTask(split, self.model, self.mesh, self.layout)
         # Last, because it needs the shapes of the parameters.
-        problem = communication.compression_that_costs(self.config, self.model, self.layout)
+        problem = communication.compression_that_costs(self.sharded)
         if problem:
             raise RequestError(problem)
 

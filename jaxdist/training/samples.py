@@ -55,7 +55,7 @@ class Samples:
                     f"leaves no room for more; shorten it"
                 )
         # Now, and not at the first sample, up to which the run would have trained in vain.
-        check_fits(run, len(self.ids), memory.predict(run.config, run.model, run.layout).arguments)
+        check_fits(run, len(self.ids), memory.predict(run.sharded).arguments)
 
     def due(self, steps: range) -> bool:
         """Return whether to write after the round of `steps`."""

@@ -72,7 +72,6 @@ def row_length(layout: Layout, sequence: int, longest: int) -> int:
 
 def rows_per_batch(run: Run, rows: int) -> int:
     """Return how many rows are computed at a time: about a micro-batch of training, but no more than needed."""
-    ranks = run.layout.ranks
-    micro_batch = run.config.train.global_batch_size // run.task.micro_batches
-    of_each = min(max(micro_batch // ranks, 1), -(-rows // ranks))
+    ranks = run.split.ranks
+    of_each = min(max(run.split.rows, 1), -(-rows // ranks))
     return of_each * ranks

@@ -16,8 +16,7 @@ WINDOW = 100
 def queries(run: Run) -> tuple[int, int, int, int]:
     """Return the shape [B, S, N, H] of a micro-batch's queries on the whole mesh."""
     model = run.config.model
-    rows = run.config.train.global_batch_size // run.task.micro_batches
-    return rows, model.sequence, model.heads, model.head_size
+    return run.split.rows * run.split.ranks, model.sequence, model.heads, model.head_size
 
 
 def check_attention(run: Run) -> str:

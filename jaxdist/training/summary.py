@@ -20,7 +20,16 @@ from jaxdist.cluster.runtime import host_lines, notes
 from jaxdist.mesh import CONTEXT, PIPELINE, REPLICA, axes_across, describe
 from jaxdist.models.attention import attention_kernel
 from jaxdist.output.units import counted, size
-from jaxdist.planning import communication, context_report, expert_report, memory, parameter_layout, pipelines, remedies
+from jaxdist.planning import (
+    communication,
+    context_report,
+    expert_report,
+    layout_notes,
+    memory,
+    parameter_layout,
+    pipelines,
+    remedies,
+)
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS, Gpu, that_hold
 from jaxdist.planning.timing import flops_formula
@@ -135,13 +144,13 @@ def _training(run: Run, length: str) -> list[Row]:
     rows = [
         ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}"),
         ("model", expert_report.model_size(config.model, run.model)),
-        *(("experts", sentence) for sentence in expert_report.experts(config, run.layout)),
+        *(("experts", sentence) for sentence in expert_report.experts(run.split)),
         ("batch", f"{_batch(run)} per step, {counted(run.task.micro_batches, 'micro-batch')}, {length}"),
     ]
-    attends = context_report.sentence(config, run.mesh.shape)
+    attends = context_report.sentence(run.split)
     if attends:
         rows.append((CONTEXT, attends))
-    pipe = pipelines.pipeline_of(config, run.layout)
+    pipe = run.sharded.pipe
     if pipe:
         rows.append(("pipeline", pipelines.describe(pipe)))
     rows += run.split.crossing.rows(config)
@@ -153,7 +162,7 @@ def _training(run: Run, length: str) -> list[Row]:
 def _fit(run: Run) -> list[Row]:
     """Return the rows about memory."""
     config = run.config
-    held = memory.predict(config, run.model, run.layout)
+    held = memory.predict(run.sharded)
     room = run.capacity
     if config.model.images:
         rows = [("memory", _memory(held, room) + "; activations are not predicted")]
@@ -196,9 +205,9 @@ def _sites(run: Run) -> list[Row]:
         return []
     largest = int(np.bincount(numbers.ravel()).max())
     transfers = []
-    if not communication.unpredicted(run.config, run.layout):
-        transfers = communication.predict(run.config, run.model, run.layout)
-    outer = communication.outer(run.config, run.model, run.layout)
+    if not communication.unpredicted(run.split):
+        transfers = communication.predict(run.sharded)
+    outer = communication.outer(run.sharded)
     local_steps = run.config.train.local_steps
     costs = {
         f"over the link of {name}": replace(cluster(name), per_host=largest, hosts_per_site=1) for name in TWO_SITES
@@ -247,15 +256,15 @@ def _would_fit(needed: int) -> str:
 
 
 def _too_small(run: Run, held: memory.Memory, room: float) -> str:
-    advice = remedies.advice(run.config, run.model, run.layout, room)
+    advice = remedies.advice(run.sharded, room)
     return f"{size(held.total)} predicted may not fit into {size(room)}; {advice}"
 
 
 def _layout(run: Run) -> list[Row]:
     """Return where every parameter lies, and what could not be sharded as requested."""
-    parameters = parameter_layout.placed(run.config, run.model, run.layout)
+    parameters = run.sharded.parameters
     notes = [
-        *parameter_layout.notes(run.config, parameters, run.layout),
+        *layout_notes.notes(run.sharded),
         *_no_stages(run),
         *unused.notes(run.config, _known(run)),
     ]

@@ -12,13 +12,12 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxdist.config import Config, RequestError
+from jaxdist.config import RequestError
 from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.images import Images
 from jaxdist.data.progress import Progress, unseen
 from jaxdist.huggingface.special_tokens import SpecialTokens
-from jaxdist.mesh import PIPELINE
 from jaxdist.mesh.split import Split
 from jaxdist.models import ModelT
 from jaxdist.sharding import Layout
@@ -36,12 +35,13 @@ class Task(ABC, Generic[ModelT]):
     lower = "train.global_batch_size"
     """Knobs to lower where there are too few data."""
 
-    def __init__(self, config: Config, model: ModelT, mesh: jax.sharding.Mesh, layout: Layout):
-        self.config = config
+    def __init__(self, split: Split, model: ModelT, mesh: jax.sharding.Mesh, layout: Layout):
+        self.split = split
+        self.config = split.config
         self.model = model
         self.mesh = mesh
         self.layout = layout
-        self.micro_batches = Split(config, mesh.shape).micro_batches
+        self.micro_batches = split.micro_batches
         """Micro-batches in a step."""
         self.begun: str | None = None
         """The fingerprint of the data that the run began with, where it goes on or is judged."""
@@ -118,7 +118,7 @@ class Task(ABC, Generic[ModelT]):
     def evaluated(self) -> tuple[int, int]:
         """Return (rows, micro-batches) of a batch of evaluation: as many rows at a time as fit while training fits."""
         rows = self.config.train.global_batch_size
-        if self.mesh.shape[PIPELINE] > 1:
+        if self.split.pipelined:
             # A pipeline works on all of its micro-batches at once, and holds few of them.
             return rows, self.micro_batches
         return rows // self.micro_batches, 1

@@ -14,7 +14,6 @@ from jaxdist.config import RequestError
 from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch, image_validation_batches
 from jaxdist.data.images import Images, open_images
-from jaxdist.mesh.split import Split
 from jaxdist.models import images
 from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import counted
@@ -44,7 +43,7 @@ class ImageTask(Task[Foreign]):
     def forward(self, dtype: DTypeLike) -> ClassifierForward:
         """Return the forward pass of the whole network."""
         scope: Scope = "batch" if self.config.model.all_rows_at_once else "rows"
-        zero = ZeroOptions.of(Split(self.config, self.mesh.shape))
+        zero = ZeroOptions.of(self.split)
         return ClassifierForward(self.model, images.loss, self.layout, scope, dtype, zero)
 
     @cached_property

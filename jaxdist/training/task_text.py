@@ -22,7 +22,6 @@ from jaxdist.data.batches import (
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.data.held_out import HeldOut
 from jaxdist.huggingface.special_tokens import SpecialTokens
-from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.parallel.placing import ZeroOptions
@@ -44,13 +43,12 @@ class TextTask(Task[Model]):
     def forward(self, dtype: DTypeLike) -> DecoderForward | PipelineForward:
         """Return the forward pass, over a pipeline where the mesh has one."""
         config = self.config
-        split = Split(config, self.mesh.shape)
-        zero = ZeroOptions.of(split)
+        zero = ZeroOptions.of(self.split)
         options = ForwardOptions.of(config, dtype)
-        stages = stages_of(config, self.mesh.shape)
+        stages = stages_of(self.split)
         if stages:
             return PipelineForward(self.model, self.layout, stages, config.pipeline.schedule, zero, options)
-        return DecoderForward(self.model, self.layout, zero, options, split.inside)
+        return DecoderForward(self.model, self.layout, zero, options, self.split.inside)
 
     @cached_property
     def data(self) -> Corpus:

@@ -56,12 +56,10 @@ def test_bytes_sent_and_held_are_predicted_exactly(mesh, rule, zero):
     config = asked(mesh, rule, zero=zero)
     run, program = compiled(config)
     predicted = Counter()
-    for one in communication.predict(run.config, run.model, run.layout):
+    for one in communication.predict(run.sharded):
         predicted[one.kind, one.axes] += one.payload_bytes
     assert moved(config) == predicted
-    assert (
-        program.memory_analysis().argument_size_in_bytes == memory.predict(run.config, run.model, run.layout).arguments
-    )
+    assert program.memory_analysis().argument_size_in_bytes == memory.predict(run.sharded).arguments
 
 
 def test_int8_sends_a_quarter_over_replica_and_the_same_over_all_else():
@@ -104,5 +102,5 @@ def test_errors_are_as_large_as_what_crosses():
     held = []
     for rule in ("exact", "int8"):
         run = Run(asked("replica=2,data=2", rule, zero=0), dry=True)
-        held.append(memory.predict(run.config, run.model, run.layout).arguments)
+        held.append(memory.predict(run.sharded).arguments)
     assert held[1] - held[0] == 4 * models.parameters(run.model) // 2

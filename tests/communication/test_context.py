@@ -45,7 +45,7 @@ def config(mesh: str, model: ModelConfig = LLAMA, k: int = 1, schedule: str = ""
 def predicted(run: Run) -> Counter:
     """(kind, axes) -> elements."""
     found: Counter = Counter()
-    for one in communication.predict(run.config, run.model, run.layout):
+    for one in communication.predict(run.sharded):
         found[one.kind, one.axes] += one.elements
     return found
 
@@ -140,6 +140,6 @@ def test_what_a_ring_sends_grows_with_its_devices_and_what_ulysses_exchanges_doe
 def test_weights_and_their_gradients_cross_data_and_context_as_one_group(zero):
     """Nothing is compiled."""
     run = Run(config("data=2,context=4", zero=zero, context="ring"))
-    axes = {one.axes for one in communication.predict(run.config, run.model, run.layout) if one.kind != PERMUTE}
+    axes = {one.axes for one in communication.predict(run.sharded) if one.kind != PERMUTE}
     assert axes == {("data", "context")}
     assert predicted(run)[ALL_GATHER, ("data", "context")] > 0

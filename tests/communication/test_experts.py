@@ -9,7 +9,6 @@ from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, 
 from jaxdist.parallel.experts import rounds_for
 from jaxdist.planning import communication
 from jaxdist.planning.hlo import collectives
-from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from jaxdist.training.run import Run
 from tests.parity import cases
@@ -70,7 +69,7 @@ def test_elements_are_those_of_the_program(mesh: str, micro_batches: int, schedu
     layers = 4 if schedule else 2
     run = Run(config(mesh, micro_batches, schedule, MODEL.model_copy(update={"layers": layers}), **parallel))
     predicted, moved, repeated = Counter(), Counter(), set()
-    for transfer in communication.predict(run.config, run.model, run.layout):
+    for transfer in communication.predict(run.sharded):
         predicted[transfer.kind, transfer.axes] += transfer.elements
     with jax.set_mesh(run.mesh):
         program = run.lower().compile().as_text()
@@ -86,7 +85,7 @@ def sent(mesh: str, **of) -> dict[tuple, float]:
     """(what, kind) -> the elements that one device sends. Nothing is compiled."""
     run = Run(config(mesh, **of))
     found = Counter()
-    for one in communication.predict(run.config, run.model, run.layout):
+    for one in communication.predict(run.sharded):
         found[one.what, one.kind] += one.wire_elements
     return found
 
@@ -113,12 +112,12 @@ def test_without_an_expert_axis_no_token_is_sent():
 def test_experts_cross_the_data_axis_alone_and_all_else_data_and_expert(zero):
     """Each parameter is gathered and its gradient scattered over its own group; stage 3 gathers experts twice."""
     run = Run(config("data=2,expert=4", zero=zero))
-    parameters = placed(run.config, run.model, run.layout)
+    parameters = run.sharded.parameters
     experts = sum(p.elements for p in parameters if "experts" in p.axes)
     whole = sum(p.elements for p in parameters if p.counted)
     others = sum(p.elements for p in parameters) - experts - whole
     moved = Counter()
-    for one in communication.predict(run.config, run.model, run.layout):
+    for one in communication.predict(run.sharded):
         moved[one.kind, one.axes] += one.elements
     assert moved[REDUCE_SCATTER, ("data",)] == experts // 4
     assert moved[ALL_GATHER, ("data",)] == (2 if zero == 3 else 1) * experts // 4

@@ -10,7 +10,6 @@ from jaxdist.config import Config, ParallelConfig
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.planning import communication, memory
 from jaxdist.planning.hlo import summary
-from jaxdist.planning.parameter_layout import placed
 from jaxdist.training.run import Run
 from tests.communication import steps
 from tests.communication.reading import collectives
@@ -86,7 +85,7 @@ def test_elements_of_a_step_with_adapters_are_those_of_the_program(asked):
     for one in collectives(program.as_text(), run.mesh):
         moved[one.kind, one.axes] += one.array_elements * one.count
     predicted = Counter()
-    for transfer in communication.predict(run.config, run.model, run.layout):
+    for transfer in communication.predict(run.sharded):
         predicted[transfer.kind, transfer.axes] += transfer.elements
         assert transfer.payload_bytes == 4 * transfer.elements
     assert +moved == predicted
@@ -97,7 +96,7 @@ def test_elements_of_a_step_with_adapters_are_those_of_the_program(asked):
 def test_arguments_of_a_step_with_adapters_are_predicted_exactly_and_the_state_is_donated(asked):
     run, program = compiled(asked)
     found = program.memory_analysis()
-    predicted = memory.predict(run.config, run.model, run.layout)
+    predicted = memory.predict(run.sharded)
     assert found.argument_size_in_bytes == predicted.arguments
     assert found.alias_size_in_bytes == predicted.arguments - predicted.batch
 
@@ -105,7 +104,7 @@ def test_arguments_of_a_step_with_adapters_are_predicted_exactly_and_the_state_i
 def test_only_gradients_of_adapters_are_summed_over_data():
     """Each once. Frozen weights are gathered in the forward and in the backward pass, tables once for both."""
     run, program = compiled(config("4x1x1", zero=3))
-    parameters = placed(run.config, run.model, run.layout)
+    parameters = run.sharded.parameters
     adapters = sum(p.elements for p in parameters if ".lora." in p.name)
     layers = sum(p.elements for p in parameters if p.stacked)
     tables = sum(p.elements for p in parameters if not p.stacked)

@@ -68,7 +68,7 @@ def moved(asked: Config) -> tuple[Run, list[Collective]]:
 def test_elements_are_those_of_the_program(mesh, of):
     run, found = moved(config(mesh, **of))
     predicted, counted = Counter(), Counter()
-    for transfer in communication.predict(run.config, run.model, run.layout):
+    for transfer in communication.predict(run.sharded):
         predicted[transfer.kind, transfer.axes] += transfer.elements
         assert transfer.payload_bytes == 4 * transfer.elements
     for one in found:
@@ -94,7 +94,7 @@ def test_neighbours_send_the_residual_stream_and_its_gradient_once_per_tick(mesh
     rows = run.config.train.global_batch_size // run.config.pipeline.microbatches // axes["data"]
     stream = rows * sizes.sequence * sizes.embed // (axes["model"] if run.config.parallel.sequence else 1)
     assert {(one.axes, one.elements) for one in sent} == {(("pipeline",), stream)}
-    predicted = communication.predict(run.config, run.model, run.layout)
+    predicted = communication.predict(run.sharded)
     assert sum(one.count for one in sent) == sum(one.calls for one in predicted if one.kind == PERMUTE)
     assert max(one.depth for one in sent) == 1
 

@@ -64,7 +64,7 @@ def test_elements_are_those_of_the_program(mesh: str, accumulation: int, model: 
     asked = mesh, accumulation, model, ParallelConfig(**parallel)
     one = run(*asked)
     predicted, moved = Counter(), Counter()
-    for transfer in communication.predict(one.config, one.model, one.layout):
+    for transfer in communication.predict(one.sharded):
         predicted[transfer.kind, transfer.axes] += transfer.elements
         assert transfer.payload_bytes == 4 * transfer.elements
     for found in collectives(compiled(*asked).as_text(), one.mesh):
@@ -78,7 +78,7 @@ def test_each_of_four_groups_of_micro_batches_moves_what_layers_need(zero, gathe
     moved = {}
     for where in ("inside", "outside"):
         one, found = run("4x1x1", 4, GPT, ParallelConfig(zero=zero, micro_batches=where)), Counter()
-        for transfer in communication.predict(one.config, one.model, one.layout):
+        for transfer in communication.predict(one.sharded):
             found[transfer.what] += transfer.elements
         moved[where] = [found[f"{what} of layers"] for what in ("weights", "gradients")]
     weights, gradients = moved["inside"]

@@ -9,7 +9,6 @@ from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.explain import explain
 from jaxdist.planning import target
 from jaxdist.planning.overlap import by_axes
-from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.report import PACKED, Report
 from jaxdist.request import load
 from tests.memory.test_target import llama_1b
@@ -45,7 +44,7 @@ def sent_over_data(found: Report) -> float:
 def test_elements_over_data_are_those_of_the_zero_paper(zero, accumulation, devices):
     """Rajbhandari et al. 2020, section 7: 2 a parameter, and at stage 3 3 for those of the layers, times (N-1)/N."""
     found = report(f"{devices}x1x1", accumulation, zero=zero)
-    parameters = placed(found.config, found.model, found.layout)
+    parameters = found.sharded.parameters
     layers = sum(p.elements for p in parameters if p.stacked and p.name != "blocks.mlp.down_bias")
     expected = 2 * sum(p.elements for p in parameters) + (layers if zero == 3 else 0)
     # what has no dim that splits over 64 devices is all-reduced: it counts 2 at any stage

@@ -8,7 +8,6 @@ from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, 
 from jaxdist.explain import explain
 from jaxdist.mesh import parse_mesh
 from jaxdist.planning import target
-from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.report import PACKED, Report
 from tests.communication.arithmetic import product_flops
 from tests.tiers import exhaustive
@@ -67,7 +66,7 @@ def test_bytes_of_collectives_and_of_arguments_are_predicted(mesh, of):
 def test_only_gradients_of_adapters_are_reduced():
     """In f32, each once; of frozen weights nothing moves but the weights themselves, in bfloat16."""
     found = report("8x1x1")
-    parameters = placed(found.config, found.model, found.layout)
+    parameters = found.sharded.parameters
     adapters = sum(p.elements for p in parameters if ".lora." in p.name)
     gathered = sum((2 if p.stacked else 1) * p.elements for p in parameters)
     moved = {row.kind: row.payload_bytes for row in found.rows if row.elements > PACKED}
@@ -82,7 +81,7 @@ def test_matmuls_are_those_of_values_of_their_inputs_gradients_and_of_adapters()
     found = report("8x1x1")
     tokens = found.config.train.global_batch_size * MODEL.sequence // 8
     expected = 0
-    for p in placed(found.config, found.model, found.layout):
+    for p in found.sharded.parameters:
         if p.name == "table" or "norm" in p.name:
             continue
         flops = 4

@@ -8,7 +8,6 @@ import pytest
 from jaxdist.config import Config
 from jaxdist.explain import explain
 from jaxdist.planning import target
-from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.report import PACKED, Report
 from jaxdist.request import load
 from tests.planning.pipelines import config
@@ -65,7 +64,7 @@ def test_on_512_gpus_stages_send_what_the_schedule_says():
     vocabulary, once per tick too."""
     found = llama_8b()
     assert found.differences == []
-    pipe, sizes = pipeline_of(found.config, found.layout), found.config.model
+    pipe, sizes = found.sharded.pipe, found.config.model
     over = [one for one in found.collectives if "pipeline" in one.axes and one.array_elements > PACKED]
     stream = 2 * sizes.sequence * sizes.embed
     sent = [one for one in over if one.kind == "collective-permute"]

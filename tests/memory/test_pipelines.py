@@ -15,7 +15,7 @@ def planned(asked):
     """(what XLA plans for the step of this configuration, what is predicted)"""
     run = Run(asked, devices=jax.devices()[: devices_asked(parse_mesh(asked.mesh))])
     with jax.set_mesh(run.mesh):
-        return run.lower().compile().memory_analysis(), memory.predict(run.config, run.model, run.layout)
+        return run.lower().compile().memory_analysis(), memory.predict(run.sharded)
 
 
 GROUPED = dict(family="llama", heads=8, kv_heads=2, mlp=64)
@@ -45,7 +45,7 @@ def test_bytes_of_the_state_are_predicted_exactly(mesh, of):
     run = Run(asked, devices=jax.devices()[: devices_asked(parse_mesh(asked.mesh))])
     with jax.set_mesh(run.mesh):
         arrays = jax.tree.leaves(run.abstract())
-    held = memory.predict(run.config, run.model, run.layout)
+    held = memory.predict(run.sharded)
     assert sum(map(own_bytes, arrays)) == held.arguments - held.batch
 
 
@@ -80,7 +80,7 @@ def test_mixed_precision_keeps_its_copy_as_the_masters_lie():
     for zero in range(4):
         asked = config("2x1x2", precision="mixed", zero=zero)
         run = Run(asked, devices=jax.devices()[:4])
-        held = memory.predict(run.config, run.model, run.layout)
+        held = memory.predict(run.sharded)
         assert 2 * held.copy == held.parameters
 
 

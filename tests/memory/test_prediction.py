@@ -11,6 +11,7 @@ from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.planning import memory
 from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import HOST, Layout
 from jaxdist.training.run import Run
 from tests.tiers import exhaustive, thinned
@@ -38,7 +39,7 @@ def planned(c: Config):
     """(what XLA plans for the step of this configuration, what is predicted)"""
     run = Run(c)
     with jax.set_mesh(run.mesh):
-        return run.lower().compile().memory_analysis(), memory.predict(c, run.model, run.layout)
+        return run.lower().compile().memory_analysis(), memory.predict(run.sharded)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def planned(c: Config):
 def test_replicas_split_masters_and_moments_but_not_the_copy_in_use(precision, zero, per_parameter):
     """12/(N R) bytes per parameter in the place of 12/N; every dim here divides by 8."""
     run = Run(config("replica=2,data=4", precision, zero))
-    held = memory.predict(run.config, run.model, run.layout)
+    held = memory.predict(run.sharded)
     assert held.arguments - held.batch - 20 == per_parameter * models.parameters(run.model)
 
 
@@ -102,7 +103,7 @@ def test_bytes_of_the_state_are_predicted_exactly(model, mesh, precision, zero, 
     run = Run(c)
     with jax.set_mesh(run.mesh):
         arrays = jax.tree.leaves(run.abstract())
-    held = memory.predict(c, run.model, run.layout)
+    held = memory.predict(run.sharded)
     assert sum(map(own_bytes, arrays)) == held.arguments - held.batch
 
 
@@ -138,7 +139,7 @@ def test_bytes_on_the_device_and_in_the_hosts_memory_are_predicted_exactly(mesh,
     with jax.set_mesh(run.mesh):
         arrays = jax.tree.leaves(run.abstract())
     hosted = sum(own_bytes(a) for a in arrays if a.sharding.memory_kind == HOST)
-    held = memory.predict(c, run.model, run.layout)
+    held = memory.predict(run.sharded)
     assert (hosted, sum(map(own_bytes, arrays)) - hosted) == (held.host, held.arguments - held.batch)
     assert held.host_traffic == held.host > 0
 
@@ -159,7 +160,7 @@ def test_bytes_per_parameter_are_those_of_the_zero_paper(precision, per_paramete
     model = models.build(MODEL, layout)
     elements = models.parameters(model)
     for zero, wanted in enumerate(per_parameter):
-        held = memory.predict(config("8x1x1", precision, zero), model, layout)
+        held = memory.predict(ShardedModel.of(config("8x1x1", precision, zero), model, layout))
         counters = 20
         assert held.arguments - held.batch - counters == wanted * elements
 
@@ -192,8 +193,8 @@ def on_eight(zero: int, accumulation: int, remat: str = "none", micro_batches: s
     layout = Layout((("data", 8),), "cpu", (("batch", ("data",)),))
     sizes = MODEL.model_copy(update={"remat": remat})
     c = config("8x1x1", "bfloat16", zero, model=sizes, global_batch_size=64, accumulation=accumulation)
-    parallel = c.parallel.model_copy(update={"micro_batches": micro_batches})
-    return memory.predict(c.model_copy(update={"parallel": parallel}), models.build(sizes, layout), layout)
+    c = c.model_copy(update={"parallel": c.parallel.model_copy(update={"micro_batches": micro_batches})})
+    return memory.predict(ShardedModel.of(c, models.build(sizes, layout), layout))
 
 
 @pytest.mark.parametrize(("zero", "whole", "shards"), [(0, 1, 0), (1, 1, 1), (2, 0, 1), (3, 0, 1)])
@@ -228,7 +229,7 @@ def test_a_device_of_a_wider_context_holds_what_its_own_tokens_need(form):
         c = config(f"context={ranks}", "bfloat16", 0, model=sizes, accumulation=1)
         c = c.model_copy(update={"parallel": c.parallel.model_copy(update={"context": form})})
         layout = Layout.of(Split(c, parse_mesh(c.mesh)), abstract_mesh(parse_mesh(c.mesh)), GPUS["h100"])
-        return memory.predict(c, models.build(sizes, layout), layout)
+        return memory.predict(ShardedModel.of(c, models.build(sizes, layout), layout))
 
     two, eight = held(2), held(8)
     assert two.activations == eight.activations > 0

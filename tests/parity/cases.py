@@ -135,7 +135,7 @@ def train(
     optimizer = optax.chain(remember(), rule)
     options = replace(ForwardOptions.of(config, dtype), seed=0)
     zero = replace(ZeroOptions.of(split), replica_zero=replica_zero and compression is None)
-    if stages := stages_of(config, shape):
+    if stages := stages_of(split):
         inner = models.build(model, replace(layout, manual=True))
         forward = PipelineForward(inner, layout, stages, pipeline.schedule, zero, options)
     else:

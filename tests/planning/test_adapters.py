@@ -8,7 +8,7 @@ from jaxdist import models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.planning import communication, memory
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.parameter_layout import placed
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.request import arguments, load
 from jaxdist.sharding import Layout
 from jaxdist.training.run import Run
@@ -28,7 +28,7 @@ def config(**sizes: object) -> Config:
 def moved(asked: Config) -> Counter[str]:
     """Elements by purpose."""
     found: Counter[str] = Counter()
-    for one in communication.predict(asked, models.build(asked.model, LAYOUT), LAYOUT):
+    for one in communication.predict(ShardedModel.of(asked, models.build(asked.model, LAYOUT), LAYOUT)):
         found[one.what] += one.elements
     return found
 
@@ -46,7 +46,7 @@ def moved(asked: Config) -> Counter[str]:
 def test_what_only_frozen_columns_need_is_not_gathered_again(targets, remat, spared):
     """The shift of a norm, unless a whole block is computed again."""
     asked = config(lora_targets=targets, remat=remat)
-    parameters = placed(asked, models.build(asked.model, LAYOUT), LAYOUT)
+    parameters = ShardedModel.of(asked, models.build(asked.model, LAYOUT), LAYOUT).parameters
     twice = 2 * sum(p.use for p in parameters if p.stacked and not p.whole)
     # Nothing needs the last bias of a layer again, whatever is trained.
     last_bias = NORM
@@ -67,7 +67,7 @@ def test_a_shipped_configuration_takes_a_batch_that_adapters_need(tmp_path):
     smaller = load("qwen3_8b", lora)
     assert smaller.train.global_batch_size == 16
     run = Run(smaller, dry=True, gpu=GPUS["h100"])
-    assert memory.predict(run.config, run.model, run.layout).total < run.capacity
+    assert memory.predict(run.sharded).total < run.capacity
     # What the user gives stays, on the command line and in a file.
     assert load("qwen3_8b", lora | {"train.global_batch_size": "64"}).train.global_batch_size == 64
     file = tmp_path / "my.toml"

@@ -17,7 +17,7 @@ from jaxdist.planning.clusters import Cluster, Link, cluster
 from jaxdist.planning.predicted_collectives import F32
 from jaxdist.planning.search import automatic, slow_link
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
-from jaxdist.planning.search.estimate import Estimate, estimate, layout_of
+from jaxdist.planning.search.estimate import Estimate, estimate, sharded_model
 from jaxdist.planning.search.plan import Plan, search, with_precision
 from jaxdist.planning.search.questions import why_not
 from jaxdist.planning.transfer_time import merge_calls, seconds
@@ -76,7 +76,7 @@ def test_less_over_the_slow_link_is_faster(plans):
 def test_bytes_are_those_that_communication_predicts(mesh, zero):
     config = {"pipeline.microbatches": "4"} if "pipeline" in mesh else {}
     once = step(mesh, zero=zero, **config, **INT8)
-    predicted = communication.predict(once.config, build(once.config.model), layout_of(once.config, once.shape, SLOW))
+    predicted = communication.predict(sharded_model(once.split, build(once.config.model), SLOW))
     assert list(once.transfers) == predicted
     held = parameters(build(once.config.model)) / (16 / once.shape[REPLICA])
     share = 2 * (once.shape[REPLICA] - 1) / once.shape[REPLICA]

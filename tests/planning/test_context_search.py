@@ -13,10 +13,10 @@ from jaxdist.models import build
 from jaxdist.planning import context_report, memory, remedies
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.search.candidates import SCHEDULES, candidate_config, candidates, context_sizes, meshes, row_of
 from jaxdist.planning.search.plan import TIE, search
 from jaxdist.planning.search.questions import why_not
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.request import load
 from jaxdist.request.knobs import KNOBS
 from jaxdist.request.reading import found_in
@@ -40,8 +40,8 @@ def test_the_table_of_positions_lies_as_in_the_run_that_is_planned(mesh, zero):
     parallel = ParallelConfig(zero=zero, sequence=CONTEXT not in mesh)
     config = Config(mesh=mesh, model=ModelConfig(layers=2, embed=64, sequence=64), parallel=parallel)
     layout = Layout.of(Split(config, parse_mesh(mesh)), abstract_mesh(parse_mesh(mesh)), GPUS["h100"])
-    planned = placed(config, build(config.model), layout)
-    assert planned == placed(config, build(config.model, layout), layout)
+    planned = ShardedModel.of(config, build(config.model), layout).parameters
+    assert planned == ShardedModel.of(config, build(config.model, layout), layout).parameters
     table = next(p for p in planned if p.name == "positions")
     assert table.use == table.elements // (2 if parallel.sequence else 1)
 
@@ -146,7 +146,7 @@ def test_ranks_that_branch_exchange_heads_or_do_not_split_rows(few):
 def test_the_choice_is_told_with_the_bytes_of_both_forms(mesh, words):
     asked = {"precision": "bfloat16", "model.heads": "8", "model.kv_heads": "4", "model.embed": "512"}
     config = load("llama_1b", asked | {"model.sequence": "8192", "mesh": mesh})
-    told = context_report.sentence(config, parse_mesh(mesh))
+    told = context_report.sentence(Split(config, parse_mesh(mesh)))
     assert words in told
     assert bool(told) == (mesh != "context=1")
 
@@ -190,6 +190,6 @@ def test_context_is_proposed_where_the_activations_of_a_row_do_not_fit():
     )
     layout = Layout.of(Split(config, parse_mesh(config.mesh)), abstract_mesh(parse_mesh(config.mesh)), GPUS["h100"])
     model = build(config.model, layout)
-    room = 0.8 * memory.predict(config, model, layout).total
-    found = remedies.fitting(config, model, layout, room)
+    room = 0.8 * memory.predict(ShardedModel.of(config, model, layout)).total
+    found = remedies.fitting(ShardedModel.of(config, model, layout), room)
     assert found[0].startswith("the mesh to context=2 with train.accumulation to 2 (")

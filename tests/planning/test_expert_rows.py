@@ -7,13 +7,11 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, TrainConfig
-from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.mesh import parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.planning import expert_report
 from jaxdist.planning.expert_rows import IMBALANCE, all_rounds, first_round, padding, rows_of_queue
-from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_TO_ALL, Transfer
-from jaxdist.sharding import Layout
 
 
 def routed(**more) -> ModelConfig:
@@ -43,27 +41,27 @@ def test_a_search_asks_for_many_at_once():
     assert np.array_equal(rows_of_queue(routed(), tokens), alone)
 
 
-def request(mesh: str, **more) -> tuple[Config, Layout]:
+def request(mesh: str, **more) -> Split:
     config = Config(mesh=mesh, model=routed(**more), train=TrainConfig(global_batch_size=16, accumulation=2))
-    return config, Layout.of(Split(config, parse_mesh(mesh)), abstract_mesh(parse_mesh(mesh)), GPUS["h100"])
+    return Split(config, parse_mesh(mesh))
 
 
 def test_a_report_says_where_experts_are_and_what_capacity_adds():
-    first, second = expert_report.experts(*request("data=2,expert=4", shared_experts=1))
+    first, second = expert_report.experts(request("data=2,expert=4", shared_experts=1))
     assert first == "16 in each layer, 4 of them on each device; a token goes through 4 and 1 shared by all"
     assert second.startswith(
         "a micro-batch of 128 tokens on a device asks for 512 rows; the first round computes 640 (1.25"
     )
-    (alone, _) = expert_report.experts(*request("data=8"))
+    (alone, _) = expert_report.experts(request("data=8"))
     assert alone == "16 in each layer; a token goes through 4"
-    assert expert_report.experts(Config(), Layout()) == []
+    assert expert_report.experts(Split(Config(), {})) == []
 
 
 def test_padding_adds_flops_that_mfu_does_not_count():
     """A quarter of the experts' 6 for each parameter of the 4 chosen."""
-    config, layout = request("data=8")
-    useful, padded = re.findall("([0-9,]+)(?: FLOPs| with)", expert_report.arithmetic(config, layout))
-    m = config.model
+    split = request("data=8")
+    useful, padded = re.findall("([0-9,]+)(?: FLOPs| with)", expert_report.arithmetic(split))
+    m = split.config.model
     more = int(padded.replace(",", "")) - int(useful.replace(",", ""))
     assert more == m.layers * 6 * 3 * m.embed * m.expert_size * 4 // 4
 

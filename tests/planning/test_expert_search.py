@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from jaxdist import plan as command
+from jaxdist.mesh import parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.models import build
 from jaxdist.planning import remedies
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.predicted_collectives import ALL_TO_ALL
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
-from jaxdist.planning.search.estimate import estimate, layout_of, purpose
+from jaxdist.planning.search.estimate import estimate, purpose, sharded_model
 from jaxdist.planning.search.plan import search
 from jaxdist.planning.search.questions import alone, why_not
 from jaxdist.planning.search.reasons import reason
@@ -147,7 +149,7 @@ def test_the_command_tells_what_it_assumes(capsys):
 
 def test_a_step_that_does_not_fit_is_offered_less_capacity_and_experts_for_tensors():
     config = mixtral(mesh="1x8x1", train__global_batch_size="64", parallel__zero="0")
-    layout = layout_of(config, dict(pipeline=1, replica=1, data=1, expert=1, context=1, model=8), CLUSTER)
-    found = remedies.fitting(config, build(config.model), layout, 1e15)
+    sharded = sharded_model(Split(config, parse_mesh(config.mesh)), build(config.model), CLUSTER)
+    found = remedies.fitting(sharded, 1e15)
     assert any(way.startswith("the mesh to expert=8 (") for way in found)
-    assert ("model.capacity_factor", 1.0) in set(remedies._changes(config, layout))
+    assert ("model.capacity_factor", 1.0) in set(remedies._changes(sharded.split))

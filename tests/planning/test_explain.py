@@ -12,8 +12,8 @@ from jaxdist.planning import communication, cross_compile, report_text
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.cross_compile import Program
-from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.report import Report, Row
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.request import outcome
 from jaxdist.sharding import ONE_DEVICE
 from tests.planning.pipelines import config
@@ -47,7 +47,7 @@ def test_the_json_has_the_documented_schema(report):
 
 def test_stage_3_sends_half_as_much_again_for_the_layers(report):
     """The ratio of the ZeRO paper, for the parameters of a model rank that are gathered twice."""
-    parameters = placed(report.config, report.model, report.layout)
+    parameters = report.sharded.parameters
     everything = sum(p.use for p in parameters)
     layers = sum(p.use for p in parameters if p.stacked and not p.whole and p.name != "blocks.mlp.down_bias")
     assert report.ratio_to_data_parallel == pytest.approx(1 + layers / 2 / everything)
@@ -131,7 +131,7 @@ def test_a_row_is_as_predicted_to_the_byte(kind, elements, payload, widened, rem
 
 def test_one_device_sends_nothing():
     config = Config(mesh="1x1x1", precision="float32")
-    assert communication.predict(config, models.build(config.model), ONE_DEVICE) == []
+    assert communication.predict(ShardedModel.of(config, models.build(config.model), ONE_DEVICE)) == []
 
 
 def test_the_command_prints_one_json_object_and_draws(tmp_path, capfd):

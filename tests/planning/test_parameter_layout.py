@@ -12,8 +12,9 @@ from jaxdist import models, train
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RequestError, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split
-from jaxdist.planning import memory, parameter_layout
+from jaxdist.planning import layout_notes, memory, parameter_layout
 from jaxdist.planning.report import Report
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import Layout, rules
 
 
@@ -30,8 +31,9 @@ class Plan:
         axes = {name: size for name, size in shape.items() if size > 1}
         by = {logical: tuple(axis for axis in axes if axis in names) for logical, names in split.items()}
         self.layout = Layout(tuple(axes.items()), "cpu", tuple(by.items()))
-        self.parameters = parameter_layout.placed(self.config, models.build(sizes, self.layout), self.layout)
-        self.notes = parameter_layout.notes(self.config, self.parameters, self.layout)
+        self.sharded = ShardedModel.of(self.config, models.build(sizes, self.layout), self.layout)
+        self.parameters = self.sharded.parameters
+        self.notes = layout_notes.notes(self.sharded)
 
     def row(self, name: str) -> list[str]:
         held = [memory.state(self.config, p) for p in self.parameters]
@@ -56,7 +58,7 @@ def test_the_listing_tells_which_parameters_are_frozen():
 
 def test_the_bytes_of_the_listing_add_up_to_the_prediction():
     plan = Plan("2x2x1", zero=3, sequence=True)
-    held = memory.predict(plan.config, models.build(plan.config.model, plan.layout), plan.layout)
+    held = memory.predict(plan.sharded)
     listed = sum(memory.state(plan.config, p) for p in plan.parameters)
     assert listed == held.parameters + held.optimizer - 20  # counters
 
@@ -222,8 +224,7 @@ def test_replicas_split_the_dim_of_data_where_both_divide_it_and_another_elsewhe
 )
 def test_a_note_says_why_replicas_split_nothing(mesh, zero, changes, why):
     plan = Plan(mesh, zero, rows=80)
-    config = plan.config.model_copy(update=changes)
-    parameters = parameter_layout.placed(config, models.build(config.model, plan.layout), plan.layout)
-    (note,) = (one for one in parameter_layout.notes(config, parameters, plan.layout) if "replica_zero" in one)
+    sharded = plan.sharded.asked(plan.config.model_copy(update=changes))
+    (note,) = (one for one in layout_notes.notes(sharded) if "replica_zero" in one)
     assert note.startswith("each replica holds all masters and moments")
     assert why in note

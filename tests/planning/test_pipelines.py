@@ -3,9 +3,11 @@
 import pytest
 
 from jaxdist import models, train
+from jaxdist.mesh.split import Split
 from jaxdist.output import units
-from jaxdist.planning import memory, parameter_layout, pipelines, remedies
+from jaxdist.planning import layout_notes, memory, pipelines, remedies
 from jaxdist.planning.pipelines import pipeline_of
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.request.checks import problems
 from jaxdist.request.knobs import KNOBS
 from tests.planning.pipelines import config, laid
@@ -14,12 +16,12 @@ from tests.planning.test_parameter_layout import Plan
 
 def told(mesh: str, **of) -> list[str]:
     one = config(mesh, **of)
-    return parameter_layout.notes(one, parameter_layout.placed(one, models.build(one.model), laid(one)), laid(one))
+    return layout_notes.notes(ShardedModel.of(one, models.build(one.model), laid(one)))
 
 
 def test_a_device_holds_the_layers_of_its_stage_and_its_part_of_the_vocabulary():
     one = config("2x2x2", zero=1)
-    by_name = {p.name: p for p in parameter_layout.placed(one, models.build(one.model), laid(one))}
+    by_name = {p.name: p for p in ShardedModel.of(one, models.build(one.model), laid(one)).parameters}
     up, table = by_name["blocks.mlp.up"], by_name["table"]
     assert (up.shape, up.layers, up.rest, up.use) == ((1, 2, 2, 32, 128), 2, 2 * 32 * 128 // 4, 2 * 32 * 128 // 2)
     assert (table.rest, table.use, table.layers) == (96 * 32 // 8, 96 * 32 // 4, 1)
@@ -30,7 +32,7 @@ def test_a_device_holds_the_layers_of_its_stage_and_its_part_of_the_vocabulary()
 def test_data_never_splits_what_counts_layers(virtual):
     """The dim of a rank's chunks divides by data, and gradients came out wrong where it was split."""
     one = config("2x1x2", "interleaved", virtual=virtual, zero=3, layers=8)
-    parameters = parameter_layout.placed(one, models.build(one.model), laid(one))
+    parameters = ShardedModel.of(one, models.build(one.model), laid(one)).parameters
     stacked = [p.place.shard_dim for p in parameters if p.stacked]
     assert len(stacked) == 12
     assert all(dim > 2 for dim in stacked)
@@ -41,7 +43,7 @@ def test_a_pipeline_lists_what_it_is_and_the_bytes_add_up():
     row = plan.row("blocks.norm1.scale")
     assert row[1:5] == ["1x2x1x32", "layers stages layers norm", "- pipeline - data", "- pipeline - -"]
     assert plan.row("table")[3] == "pipeline+model data"
-    held = memory.predict(plan.config, models.build(plan.config.model), plan.layout)
+    held = memory.predict(ShardedModel.of(plan.config, models.build(plan.config.model), plan.layout))
     listed = sum(memory.state(plan.config, p, pipelined=True) for p in plan.parameters)
     assert listed == held.parameters + held.optimizer - 20  # counters
 
@@ -72,14 +74,14 @@ def test_rows_added_to_the_vocabulary_are_told():
 )
 def test_slots_run_in_whole_segments(schedule, ticks, slots):
     """S=4, M=8: forward and backward M + S - 1 ticks each; interleaved vM + S - 1, the head in more than M."""
-    pipe = pipeline_of(config("1x1x4", schedule, microbatches=8, layers=8), laid(config("1x1x4")))
+    pipe = pipeline_of(Split(config("1x1x4", schedule, microbatches=8, layers=8), dict(laid(config("1x1x4")).axes)))
     assert pipe.schedule.ticks == ticks
     assert tuple(pipe.ticks(slot) for slot in "FHB") == slots
 
 
 def test_an_asynchronous_pipeline_tells_its_versions_and_how_late_gradients_are():
     asked = config("1x1x4", "pipedream", microbatches=1, remat="none")
-    pipe = pipeline_of(asked, laid(asked))
+    pipe = pipeline_of(Split(asked, dict(laid(asked).axes)))
     assert pipe.json() | {"schedule": "pipedream", "ticks": 2, "in_flight": [4, 3, 2, 1], "stale": [3, 2, 1, 0]} == (
         pipe.json()
     )
@@ -95,11 +97,11 @@ def test_the_bubble_counts_recomputation():
     """(S-1)/(M+S-1) whatever B takes; interleaved, half of (S-1) in as much work."""
     for remat, backward in (("none", 2), ("dots", 2), ("block", 3), ("stage", 3)):
         one = config("1x1x4", microbatches=8, remat=remat)
-        told = pipeline_of(one, laid(one)).json()
+        told = pipeline_of(Split(one, dict(laid(one).axes))).json()
         assert told["bubble"] == pytest.approx(3 / 11)
         assert told["backward_over_forward"] == backward
         assert told["in_flight"] == [7, 5, 3, 1]
-    assert pipeline_of(config("8x1x1"), laid(config("8x1x1"))) is None
+    assert pipeline_of(Split(config("8x1x1"), dict(laid(config("8x1x1")).axes))) is None
 
 
 def test_the_summary_tells_all_of_it(capsys):
@@ -119,15 +121,15 @@ def test_remedies_know_micro_batches_and_stages():
     one = config("2x1x2", "gpipe", microbatches=2, remat="none", rows=256, vocab=512).model_copy(
         update={"run_dir": "run"}
     )
-    model, layout = models.build(one.model), laid(one)
-    changes = dict(remedies._changes(one, layout))
+    sharded = ShardedModel.of(one, models.build(one.model), laid(one))
+    changes = dict(remedies._changes(sharded.split))
     assert changes == {
         "model.remat": "stage", "pipeline.schedule": "1f1b", "parallel.zero": 3, "pipeline.microbatches": 4
     }  # fmt: skip
-    tried = [remedies._with(one, *change) for change in remedies._changes(one, layout)]
+    tried = [remedies._with(one, *change) for change in remedies._changes(sharded.split)]
     assert [problem for other in tried for problem in problems(other, KNOBS)] == []
-    told = remedies.fitting(one, model, layout, memory.predict(one, model, layout).total)
-    assert all(units.size(memory.predict(one, model, layout).total) not in line for line in told)
+    told = remedies.fitting(sharded, memory.predict(sharded).total)
+    assert all(units.size(memory.predict(sharded).total) not in line for line in told)
     assert any(line.startswith("pipeline.microbatches to 4 (") for line in told)
 
 
@@ -142,12 +144,12 @@ def test_remedies_know_micro_batches_and_stages():
 )
 def test_remedies_are_legal_with_the_schedule(schedule, told):
     asked = config("1x1x2", schedule, microbatches=1 if schedule == "pipedream" else 2, remat="none")
-    assert {f"{name} {value}" for name, value in remedies._changes(asked, laid(asked))} == told
+    assert {f"{name} {value}" for name, value in remedies._changes(Split(asked, dict(laid(asked).axes)))} == told
 
 
 def test_a_person_is_told_in_one_line():
     one = config("1x1x2", "interleaved", layers=4)
-    assert pipelines.describe(pipeline_of(one, laid(one))) == (
+    assert pipelines.describe(pipeline_of(Split(one, dict(laid(one).axes)))) == (
         "interleaved, 2 stages x 2 virtual stages of 1 layer; 4 micro-batches in 12 ticks, bubble 11.1% of the time "
         "(F : B as 1 : 3); chunks of micro-batches in flight by rank: 5 3"
     )

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.planning import communication, hlo_text, memory, parameter_layout
+from jaxdist.planning import communication, hlo_text, memory
 from jaxdist.request import load
 from jaxdist.training.run import Run
 from jaxdist.training.step_runner import StepRunner
@@ -171,10 +171,10 @@ def moved(run: Run, program: jax.stages.Compiled) -> Counter:
 def test_bytes_sent_and_held_are_predicted_exactly(name):
     run, program = late(name)
     predicted = Counter()
-    for one in communication.predict(run.config, run.model, run.layout):
+    for one in communication.predict(run.sharded):
         predicted[one.kind, one.axes] += one.payload_bytes
     assert moved(run, program) == predicted
-    held = memory.predict(run.config, run.model, run.layout)
+    held = memory.predict(run.sharded)
     assert program.memory_analysis().argument_size_in_bytes == held.arguments
     # What crosses is held once more, in f32, and three numbers with it.
     crossing = sum(count for (_, axes), count in predicted.items() if axes == ("replica",))
@@ -208,7 +208,7 @@ def test_what_crosses_does_not_wait_for_the_batch(name):
     rows = {one.name for one in body if one.name in inputs and re.search(r'op_name="batch\[', one.rest)}
     # The numbers of rows are for dropout alone.
     assert len(rows) == 2
-    size = sum(math.prod(p.shard) for p in parameter_layout.placed(run.config, run.model, run.layout))
+    size = sum(math.prod(p.shard) for p in run.sharded.parameters)
     (crossing,) = (one for one in body if one.opcode == "all-reduce" and f"f32[{size}]" in one.type)
     needed = waits_for(body, crossing.name)
     assert len(needed & inputs) == len(jax.tree.leaves(run.model.abstract))
@@ -271,7 +271,7 @@ def test_compressed_gradients_are_rounded_when_they_cross():
     residual = lambda state: np.asarray(jax.device_get(state.crossing.sums["table"]))
     with jax.set_mesh(run.mesh):
         program = run.compile()
-        predicted = memory.predict(run.config, run.model, run.layout)
+        predicted = memory.predict(run.sharded)
         assert program.memory_analysis().argument_size_in_bytes == predicted.arguments
         rng = np.random.default_rng(0)
         state = run.init()

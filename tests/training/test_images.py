@@ -14,12 +14,12 @@ import pytest
 
 from jaxdist import evaluate, generate, train
 from jaxdist.config import Config, RequestError
-from jaxdist.explain import CPU, explain
-from jaxdist.mesh import abstract_mesh, parse_mesh
+from jaxdist.explain import explain
+from jaxdist.mesh import parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.planning import communication, target
 from jaxdist.planning.report_text import lines as lines_of
 from jaxdist.request import load
-from jaxdist.sharding import Layout
 from jaxdist.training.run import Run
 from tests.tiers import exhaustive, thinned
 from tests.training.conftest import over
@@ -182,8 +182,7 @@ def test_with_dropout_it_is_told_that_collectives_are_not_predicted():
     ("mesh", "dropout", "told"), [("1x1x1", 0.3, False), ("2x1x1", 0, False), ("2x1x1", 0.3, True)]
 )
 def test_what_a_compiler_chooses_is_not_predicted(mesh, dropout, told):
-    layout = Layout.on(abstract_mesh(parse_mesh(mesh)), device=CPU)
-    assert bool(communication.unpredicted(asked(mesh, 0, dropout=dropout), layout)) == told
+    assert bool(communication.unpredicted(Split(asked(mesh, 0, dropout=dropout), parse_mesh(mesh)))) == told
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def test_bytes_at_rest_and_over_replicas_are_as_predicted(mesh, more):
     own = runner._next.params, state.optimizer, state.skipped, state.skipped_in_a_row
     for a in jax.tree.leaves((common, own)):
         rest[a.sharding.memory_kind] += sum(s.data.nbytes for s in a.addressable_shards if s.device == device)
-    held = memory.predict(run.config, run.model, run.layout)
+    held = memory.predict(run.sharded)
     assert rest == {"device": held.arguments - held.batch - held.copy, "pinned_host": held.host}
 
     def moved(found) -> dict:
@@ -225,13 +225,12 @@ def test_bytes_at_rest_and_over_replicas_are_as_predicted(mesh, more):
             by[axes, kind] = by.get((axes, kind), 0) + count
         return {key: count for key, count in by.items() if count}
 
-    of = run.config, run.model, run.layout
     outer = collectives(text_of(runner._outer), run.mesh)
-    predicted = [(one.axes, one.kind, one.payload_bytes) for one in communication.outer(*of)]
+    predicted = [(one.axes, one.kind, one.payload_bytes) for one in communication.outer(run.sharded)]
     assert moved((one.axes, one.kind, one.array_bytes * one.count) for one in outer) == moved(predicted)
     inner = collectives(text_of(runner.program), runner.replicas[0].mesh)
     assert not any("replica" in one.axes for one in inner)
-    predicted = [(one.axes, one.kind, one.elements) for one in communication.predict(*of)]
+    predicted = [(one.axes, one.kind, one.elements) for one in communication.predict(run.sharded)]
     assert moved((one.axes, one.kind, one.array_elements * one.count) for one in inner) == moved(predicted)
 
 

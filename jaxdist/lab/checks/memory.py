@@ -18,8 +18,8 @@ from jaxdist.lab import pictures
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
 from jaxdist.lab.phases import cpu_mesh
+from jaxdist.mesh.split import compute_width
 from jaxdist.planning import memory
-from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.tables import table
 from jaxdist.training.run import Run
 
@@ -86,7 +86,7 @@ def states(zero: int, devices: int) -> States:
         weights=on_one_device(state.weights),
         gradients=on_one_device(gradients, width=compute_width(config)),
         optimizer=on_one_device(state.params) + on_one_device(state.optimizer),
-        within_step=memory.predict(config, run.model, run.layout).gradients,
+        within_step=memory.predict(run.sharded).gradients,
     )
 
 

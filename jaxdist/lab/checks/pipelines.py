@@ -25,6 +25,7 @@ from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.simulate import Times, bubble
 from jaxdist.planning import communication, pipelines
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.tables import table
 from jaxdist.sharding import Layout
 
@@ -113,17 +114,17 @@ def stashed(expected: str, tolerance: str, schedule: str = "pipedream") -> Outco
     return Outcome(value, value == expected, lines, partial(timeline.picture, make(schedule, 4, 8)))
 
 
-def planned(config: Config) -> tuple[Layout, models.Model, pipelines.Pipeline | None]:
-    """Return layout, model and pipeline of a configuration, without its devices."""
-    shape = parse_mesh(config.mesh)
-    layout = Layout.of(Split(config, shape), abstract_mesh(shape), CPU)
-    return layout, models.build(config.model, layout), pipelines.pipeline_of(config, layout)
+def planned(config: Config) -> ShardedModel:
+    """Return the model of a configuration on its mesh, without devices."""
+    split = Split(config, parse_mesh(config.mesh))
+    layout = Layout.of(split, abstract_mesh(split.shape), CPU)
+    return ShardedModel(split, models.build(config.model, layout), layout)
 
 
 def layer_split(expected: str, tolerance: str, stages: int = 64) -> Outcome:
     """Measure how many stages have how many layers, and whether the planner's note says what an uneven split costs."""
     config = Config(mesh=f"1x8x{stages}", precision="mixed", model=GPT3, pipeline=PipelineConfig(microbatches=stages))
-    _, _, pipe = planned(config)
+    pipe = planned(config).pipe
     counts = sorted(Counter(pipe.stages.sizes).items(), reverse=True)
     value = f"{counts[0][1]} stages of {counts[0][0]}"
     for layers, count in counts[1:]:
@@ -147,9 +148,9 @@ def inter_intra(expected: str, tolerance: str, inter: str = "1x1x4", intra: str 
     idle = {}
     for name, mesh in (("PP", inter), ("TP", intra)):
         config = Config(mesh=mesh, precision="mixed", model=sizes, train=train)
-        layout, model, pipe = planned(config)
-        sent[name] = sum(one.wire_bytes for one in communication.predict(config, model, layout))
-        idle[name] = 0 if pipe is None else pipe.bubble.share
+        sharded = planned(config)
+        sent[name] = sum(one.wire_bytes for one in communication.predict(sharded))
+        idle[name] = 0 if sharded.pipe is None else sharded.pipe.bubble.share
         rows.append((f"{name}, {mesh}", size(sent[name]), f"{idle[name]:.1%}"))
     value = f"bytes: PP {_sign(sent)} TP; idle: PP {_sign(idle)} TP"
     about = f"{sizes.layers} layers of {sizes.embed}; 8 micro-batches of 4 rows of {sizes.sequence}:"

@@ -17,7 +17,6 @@ from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.planning import communication
 from jaxdist.planning.hlo import Collective, collectives
-from jaxdist.planning.parameter_layout import placed
 from jaxdist.planning.predicted_collectives import ALL_REDUCE
 from jaxdist.planning.tables import table
 from jaxdist.training.run import Run
@@ -46,7 +45,7 @@ def elements(zero: int, layers: int, devices: int = 4) -> tuple[float, float]:
     run, moves = compiled(config)
     # XLA may combine scalars with arrays in one collective: count the share of the arrays.
     sent = sum(one.wire * one.array_elements / one.elements for one in moves if DATA in one.axes)
-    return sent, communication.data_parallel(run.config, run.model, run.layout)
+    return sent, communication.data_parallel(run.sharded)
 
 
 def volume(expected: str, tolerance: str, zero: int) -> Outcome:
@@ -90,7 +89,7 @@ def two_by_two(expected: str, tolerance: str, micro_batches: int = 4) -> Outcome
         counts[kind] = "/".join(map(str, sorted(units)))
     summed = sum(one.array_elements * one.count for one in moves if one.kind == ALL_REDUCE and DATA in one.axes)
     # In units of the parameters that a device uses: 1 means that each gradient is reduced once.
-    reductions = summed / sum(p.use for p in placed(run.config, run.model, run.layout))
+    reductions = summed / sum(p.use for p in run.sharded.parameters)
     value = f"{counts['F']} F + {counts['B']} B + {reductions:g} reduce"
     lines = (
         f"all-reduce over {DATA}: {summed:,} elements, {reductions:g} for each parameter of a device",

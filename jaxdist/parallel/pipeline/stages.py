@@ -6,7 +6,7 @@ many. Where they do not, each is padded with zeros to `depth`, the largest; the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -17,8 +17,8 @@ import numpy as np
 from jax import P
 from jaxtyping import Array, Bool, Int
 
-from jaxdist.config import Config
 from jaxdist.mesh import PIPELINE
+from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted
 from jaxdist.parallel.placing import is_axes
 from jaxdist.sharding import LAYERS, STAGES, Tree
@@ -127,16 +127,16 @@ def _relaid(a: Array, f: Callable[[Array], Array], spec: Callable[[tuple[Any, ..
     return jax.sharding.auto_axes(f, out_sharding=spec(jax.typeof(a).sharding.spec.partitions))(a)
 
 
-def stages_of(config: Config, shape: Mapping[str, int]) -> Stages | None:
-    """Return how a mesh of `shape` cuts the layers of the model of `config`; None without a pipeline.
+def stages_of(asked: Split) -> Stages | None:
+    """Return how a mesh cuts the layers of a model; None without a pipeline.
 
     All layers cost the same, and all ranks share the embedding and the head. Raises `ValueError` as `split` does.
     """
-    ranks = shape[PIPELINE]
-    virtual = config.pipeline.virtual
-    if ranks == 1:
+    if not asked.pipelined:
         return None
-    return Stages(ranks, virtual, _even(config.model.layers, ranks * virtual))
+    ranks = asked.size(PIPELINE)
+    virtual = asked.config.pipeline.virtual
+    return Stages(ranks, virtual, _even(asked.config.model.layers, ranks * virtual))
 
 
 @cache

@@ -21,16 +21,15 @@ import numpy as np
 
 from jaxdist.config import Config
 from jaxdist.mesh import AXES, CONTEXT
-from jaxdist.mesh.split import Split
+from jaxdist.mesh.split import compute_width
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers
-from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import F32, PERMUTE, transfer
 from jaxdist.planning.search.products import matmul_rate
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.timing import attention_flops_per_token, has_window
 from jaxdist.planning.transfer_time import exposed, seconds
-from jaxdist.sharding import SEQUENCE, Layout
 
 ATTENTION_RATE = 0.65
 """The rate of fused attention over that of a matmul with weights: on A100 it reaches 50 to 73 % of the peak (Dao 2023),
@@ -103,23 +102,26 @@ def ring_waits(ranks: Numbers, forward: Numbers, backward: Numbers, messages: Me
     return Waits(np.where(several, waits, 0.0), np.where(several, waits_back, 0.0))
 
 
-def ring_seconds(config: Config, layout: Layout, pipe: Pipeline | None, cluster: Cluster) -> float:
+def ring_seconds(sharded: ShardedModel, cluster: Cluster) -> float:
     """Return the seconds that a step waits for ring attention; 0 where none runs."""
-    if not layout.zigzag:
+    split = sharded.split
+    config = sharded.config
+    layout = sharded.layout
+    if not split.ring:
         return 0.0
     shape = dict.fromkeys(AXES, 1) | dict(layout.axes)
-    tokens = tokens_at_once(config, layout)
+    tokens = split.tokens
     attention = attention_seconds(config, cluster, tokens, layout.parts("heads"), ring=True)
 
     def send(width: int) -> float:
         # Keys and values are an array each.
-        elements = Split(config, shape).heads.key_value * config.model.head_size * round(tokens)
+        elements = split.heads.key_value * config.model.head_size * tokens
         message = transfer(layout, "", PERMUTE, {CONTEXT}, 2, 2 * elements, width)
         return seconds(message, shape, cluster)
 
     messages = Messages(keys=send(compute_width(config)), sums=send(F32))
     waits = ring_waits(layout.size(CONTEXT), attention, ATTENTION_BACKWARD * attention, messages, cluster)
-    forward, backward = _passes_of_attention(config, pipe)
+    forward, backward = _passes_of_attention(config, sharded.pipe)
     return float(forward * waits.forward + backward * waits.backward)
 
 
@@ -136,9 +138,3 @@ def _passes_of_attention(config: Config, pipe: Pipeline | None) -> tuple[int, in
     # Only with remat none are the results of attention kept.
     recomputed = int(config.model.remat != "none")
     return forward + recomputed * backward, backward
-
-
-def tokens_at_once(config: Config, layout: Layout) -> float:
-    """Return the tokens of a micro-batch on one device."""
-    k = Split(config, dict(layout.axes)).micro_batches
-    return config.train.global_batch_size / (k * layout.ranks) * config.model.sequence / layout.parts(SEQUENCE)

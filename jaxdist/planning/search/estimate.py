@@ -33,6 +33,7 @@ import numpy as np
 
 from jaxdist.config import Config, ModelConfig
 from jaxdist.mesh import (
+    AXES,
     BATCH_AXES,
     CONTEXT,
     DATA,
@@ -40,13 +41,12 @@ from jaxdist.mesh import (
     MODEL,
     PIPELINE,
     REPLICA,
-    MeshShape,
     abstract_mesh,
     crossing,
     parse_mesh,
 )
 from jaxdist.mesh.context import Choice
-from jaxdist.mesh.split import Split
+from jaxdist.mesh.split import Split, compute_width
 from jaxdist.models import Model
 from jaxdist.output.units import counted
 from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
@@ -56,12 +56,11 @@ from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import Memory
-from jaxdist.planning.parameter_layout import compute_width, placed
-from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import ALL_TO_ALL, F32, PERMUTE, Transfer
 from jaxdist.planning.replica_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
-from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, attention_seconds, ring_seconds, tokens_at_once
+from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, attention_seconds, ring_seconds
 from jaxdist.planning.search.products import layer_products, matmul_rate
+from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.planning.transfer_time import exposed, merge_calls, seconds
 from jaxdist.sharding import Layout
@@ -109,8 +108,7 @@ UPDATE = 2
 class Estimate:
     """A candidate with its predicted memory, transfers and time."""
 
-    config: Config
-    shape: MeshShape
+    split: Split
     cluster: Cluster
     memory: Memory
     transfers: tuple[Transfer, ...]
@@ -121,6 +119,16 @@ class Estimate:
     refused: str = ""
     """Why no run takes the compression that is asked for on this mesh; empty where it does."""
 
+    @property
+    def config(self) -> Config:
+        """The configuration."""
+        return self.split.config
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """The mesh."""
+        return self.split.shape
+
     @cached_property
     def seconds(self) -> float:
         """The seconds of a step."""
@@ -129,12 +137,12 @@ class Estimate:
     @property
     def devices(self) -> int:
         """The number of devices of the mesh."""
-        return abstract_mesh(self.shape).size
+        return self.split.size(*AXES)
 
     @property
     def micro(self) -> int:
         """The number of micro-batches in a step."""
-        return Split(self.config, self.shape).micro_batches
+        return self.split.micro_batches
 
     @property
     def tokens_per_second(self) -> float:
@@ -162,7 +170,7 @@ class Estimate:
         """How attention runs over `context`, and why; None where that axis is 1."""
         if self.shape[CONTEXT] == 1:
             return None
-        return Split(self.config, self.shape).attention
+        return self.split.attention
 
     def sent(self, part: str) -> float:
         """Return the bytes that a device sends per step for a part of it: for `data`, weights and gradients."""
@@ -198,14 +206,15 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
 
     `config.mesh` names every axis and fits; `config.precision` is not `auto`; `model` is that of `config.model`.
     """
-    shape = parse_mesh(config.mesh)
-    layout = layout_of(config, shape, cluster)
-    held = memory.predict(config, model, layout)
+    split = Split(config, parse_mesh(config.mesh))
+    shape = split.shape
+    sharded = sharded_model(split, model, cluster)
+    pipe = sharded.pipe
+    held = memory.predict(sharded)
     # With local steps, the transfers of a step are those of one replica, priced where it lies on the whole mesh.
-    transfers = tuple(communication.predict(config, model, layout))
-    outer = tuple(communication.outer(config, model, layout))
-    pipe = pipeline_of(config, layout)
-    work, lockstep = _arithmetic(config, layout, pipe, cluster)
+    transfers = tuple(communication.predict(sharded))
+    outer = tuple(communication.outer(sharded))
+    work, lockstep = _arithmetic(sharded, cluster)
 
     exposed_seconds = dict.fromkeys(_communicating(config.model), 0.0)
     overlapping = 0.0
@@ -217,9 +226,9 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
             overlapping += took
         else:
             exposed_seconds[purpose(transfer)] += took
-    exposed_seconds[CONTEXT] += ring_seconds(config, layout, pipe, cluster)
+    exposed_seconds[CONTEXT] += ring_seconds(sharded, cluster)
     if config.model.traits.routed:
-        for transfer in merge_calls(_further_rounds(config, layout, transfers)):
+        for transfer in merge_calls(_further_rounds(split, transfers)):
             exposed_seconds[EXPERT] += seconds(transfer, shape, cluster)
     for transfer in merge_calls(outer):
         exposed_seconds[DATA] += seconds(transfer, shape, cluster) / config.train.local_steps
@@ -231,7 +240,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
 
     learned = held.parameters
     if config.model.lora_rank:
-        learned = sum(F32 * p.held for p in placed(config, model, layout) if p.trained)
+        learned = sum(F32 * p.held for p in sharded.parameters if p.trained)
     # The third term is the gradients, which are as large as the parameters.
     updated = UPDATE * (learned + held.optimizer) + learned + held.copy
     parts = {
@@ -240,13 +249,18 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
         **exposed_seconds,
         "optimizer": updated / cluster.bandwidth,
     }
-    refused = communication.compression_that_costs(config, model, layout)
-    return Estimate(config, shape, cluster, held, transfers, parts, outer, refused)
+    refused = communication.compression_that_costs(sharded)
+    return Estimate(split, cluster, held, transfers, parts, outer, refused)
 
 
-def layout_of(config: Config, shape: MeshShape, cluster: Cluster) -> Layout:
-    """Return the layout of `config` over a mesh of the cluster's devices."""
-    return Layout.of(Split(config, shape), abstract_mesh(shape), Device(cluster))
+def sharded_model(split: Split, model: Model, cluster: Cluster) -> ShardedModel:
+    """Return a model on a mesh of the cluster's devices."""
+    return ShardedModel(split, model, layout_of(split, cluster))
+
+
+def layout_of(split: Split, cluster: Cluster) -> Layout:
+    """Return the layout that `split` asks for on a mesh of the cluster's devices."""
+    return Layout.of(split, abstract_mesh(split.shape), Device(cluster))
 
 
 Number = TypeVar("Number", float, np.ndarray)
@@ -346,11 +360,14 @@ def stage_times(
     return Times(*(layers * float(seconds) for seconds in units))
 
 
-def _arithmetic(config: Config, layout: Layout, pipe: Pipeline | None, cluster: Cluster) -> tuple[float, float]:
+def _arithmetic(sharded: ShardedModel, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of one device's arithmetic in a step, and those until all devices have done theirs."""
+    config = sharded.config
+    layout = sharded.layout
+    pipe = sharded.pipe
     sizes = config.model
-    k = Split(config, dict(layout.axes)).micro_batches
-    tokens = tokens_at_once(config, layout)
+    k = sharded.split.micro_batches
+    tokens = sharded.split.tokens
     head = head_flops(sizes, tokens) / layout.parts("vocab") / matmul_rate(config, cluster)
     if pipe is None:
         times = stage_times(config, layout, sizes.layers, tokens, cluster)
@@ -369,12 +386,12 @@ def _is_step_of_ring(transfer: Transfer) -> bool:
     return transfer.kind == PERMUTE and purpose(transfer) == CONTEXT
 
 
-def _further_rounds(config: Config, layout: Layout, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
+def _further_rounds(split: Split, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
     """Yield the all-to-alls of the rounds after the first one, which are not among `transfers`.
 
     Their number is not known, so that it is assumed here.
     """
-    first, times, further = expert_rows.all_rounds(config.model, tokens_at_once(config, layout))
+    first, times, further = expert_rows.all_rounds(split.config.model, split.tokens)
     if not times:
         return
     more = float(times * further / first)

@@ -10,7 +10,7 @@ from jaxdist.files import write_picture
 from jaxdist.mesh import PIPELINE
 from jaxdist.output.colours import BLACK, GREY, MEMORY, TIME
 from jaxdist.planning.pipelines import pipeline_of
-from jaxdist.planning.search.estimate import Estimate, layout_of
+from jaxdist.planning.search.estimate import Estimate
 from jaxdist.planning.search.plan import Plan
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def draw_timeline(candidate: Estimate, path: Path) -> None:
 
     if candidate.shape[PIPELINE] == 1:
         return
-    pipe = pipeline_of(candidate.config, layout_of(candidate.config, candidate.shape, candidate.cluster))
+    pipe = pipeline_of(candidate.split)
     assert pipe is not None
     schedule = pipe.schedule
     micro = min(schedule.micro_batches, MOST_MICRO_BATCHES)

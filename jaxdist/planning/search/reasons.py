@@ -102,7 +102,7 @@ def _context(plan: Plan, first: Estimate) -> str:
     """Return how attention runs over `context`, what a device sends for it, and where it is hidden."""
     where = _where(plan, first, first.shape[CONTEXT] * first.shape[MODEL])
     return (
-        f"{context_report.sentence(first.config, first.shape)}; {size(first.sent(CONTEXT))} in a step, {where}, for "
+        f"{context_report.sentence(first.split)}; {size(first.sent(CONTEXT))} in a step, {where}, for "
         f"which attention waits {first.share(CONTEXT):.1%} of the step"
     )
 

@@ -12,10 +12,10 @@ import numpy as np
 from jaxdist.config import Config, lora
 from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA
 from jaxdist.mesh.crossing import asked
+from jaxdist.mesh.split import compute_width
 from jaxdist.models import Model, parameters
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.parameter_layout import compute_width
 from jaxdist.planning.search.candidates import REMATS, Columns
 from jaxdist.planning.search.distinct import Column
 

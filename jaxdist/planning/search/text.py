@@ -11,7 +11,7 @@ from jaxdist.config import Config, leaves
 from jaxdist.mesh import CONTEXT, DATA, PIPELINE, crossing
 from jaxdist.models import Model, active_parameters, parameters
 from jaxdist.output.units import size
-from jaxdist.planning import clusters, collective_time, context_report, parameter_layout, transfer_time
+from jaxdist.planning import clusters, collective_time, context_report, layout_notes, transfer_time
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
 from jaxdist.planning.collective_time import ranks_together
 from jaxdist.planning.expert_report import model_size
@@ -27,7 +27,7 @@ from jaxdist.planning.search.estimate import (
     OUTER_FORMULA,
     Estimate,
     label,
-    layout_of,
+    sharded_model,
 )
 from jaxdist.planning.search.plan import Plan
 from jaxdist.planning.search.questions import alone
@@ -168,9 +168,7 @@ def row(candidate: Estimate, plan: Plan) -> tuple[str, ...]:
 
 def notes(candidate: Estimate, model: Model) -> list[str]:
     """Return which parameters are not split as requested, in the words of the summary of `train`."""
-    layout = layout_of(candidate.config, candidate.shape, candidate.cluster)
-    placed = parameter_layout.placed(candidate.config, model, layout)
-    return parameter_layout.notes(candidate.config, placed, layout)
+    return layout_notes.notes(sharded_model(candidate.split, model, candidate.cluster))
 
 
 def took(seconds: float, cluster: Cluster) -> str:
@@ -402,7 +400,7 @@ def _json(candidate: Estimate, base: Config) -> dict[str, Any]:
     return {
         "options": changes(candidate, base),
         "mesh": {axis: candidate.shape[axis] for axis in MESH},
-        CONTEXT: context_report.json(candidate.config, candidate.shape),
+        CONTEXT: context_report.json(candidate.split),
         "changes_loss": candidate.in_force or None,
         "memory": candidate.memory.total,
         "seconds": candidate.seconds,

@@ -1,0 +1,74 @@
+"""A model split over a mesh: what predictions of memory, communication and time read, made once for each mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from jaxdist.config import Config
+from jaxdist.mesh import AXES, REPLICA
+from jaxdist.mesh.split import Split
+from jaxdist.models import Model
+from jaxdist.models.foreign import Foreign
+from jaxdist.parallel.placing import ZeroOptions, placements
+from jaxdist.parallel.vocabulary import Vocabulary
+from jaxdist.planning import adapters
+from jaxdist.planning.parameter_layout import Placed, lay_out
+from jaxdist.planning.pipelines import Pipeline, pipeline_of
+from jaxdist.sharding import Layout
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model, and how a configuration splits it over a mesh. It runs nothing and touches no device."""
+
+    split: Split
+    """The precision of its configuration is resolved, no longer `auto`."""
+    model: Model | Foreign
+    layout: Layout
+
+    @classmethod
+    def of(cls, config: Config, model: Model | Foreign, layout: Layout) -> ShardedModel:
+        """Return a model whose layout is given."""
+        return cls(Split(config, dict.fromkeys(AXES, 1) | dict(layout.axes)), model, layout)
+
+    @property
+    def config(self) -> Config:
+        """The configuration."""
+        return self.split.config
+
+    @cached_property
+    def pipe(self) -> Pipeline | None:
+        """The pipeline, or None without one. Raises `ValueError` as `stages_of` does."""
+        return pipeline_of(self.split)
+
+    @cached_property
+    def parameters(self) -> list[Placed]:
+        """Every parameter, in the order in which the model names them.
+
+        In a pipeline, the parameters of layers are [v, S, depth, ...], as ranks hold them, padding included. Tables
+        have the rows that the mesh adds to the vocabulary.
+        """
+        model = self.model
+        layout = self.layout
+        abstract = model.abstract
+        if not isinstance(model, Foreign):
+            abstract = Vocabulary(layout, model.vocab).abstract(abstract)
+        axes = model.axes
+        if self.pipe:
+            abstract = self.pipe.stages.abstract(abstract)
+            axes = self.pipe.stages.axes(axes)
+        places = placements(layout, axes, abstract, ZeroOptions.of(self.split))
+        if isinstance(model, Foreign):
+            return lay_out(layout, axes, abstract, places)
+        forward_only = model.forward_only | adapters.forward_only(self.config)
+        return lay_out(layout, axes, abstract, places, forward_only, model.exact)
+
+    @cached_property
+    def of_one_replica(self) -> ShardedModel:
+        """What each replica computes by itself."""
+        return ShardedModel(self.split.of_one_replica, self.model, self.layout.without(REPLICA))
+
+    def asked(self, config: Config) -> ShardedModel:
+        """Return the same model on the same mesh, for a configuration that changes the layout of neither."""
+        return replace(self, split=replace(self.split, config=config))
