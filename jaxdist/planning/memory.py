@@ -30,6 +30,7 @@ import jax
 from jaxdist.config import Config
 from jaxdist.mesh.split import Split, compute_width
 from jaxdist.models.foreign import Foreign
+from jaxdist.parallel.crossing import with_replicas
 from jaxdist.planning import pipeline_memory, step_bytes
 from jaxdist.planning.activations import saved_per_token, working
 from jaxdist.planning.parameter_layout import Placed, by_precision
@@ -62,7 +63,7 @@ class Memory:
     """What a step leaves for the next: a delayed gradient, which is exact; or buffers of an asynchronous pipeline, of
     which versions of the weights and batches are exact, and activations are an estimate."""
     errors: int = 0
-    """What gradient compression has rounded off, and still owes: f32."""
+    """The residual of gradient compression: f32."""
     common: int = 0
     """Parameters and momentum of the last outer step, which local steps keep beside each replica's parameters: f32."""
     host: int = 0
@@ -208,16 +209,17 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
     counters = 3
     if pipe is None or pipe.flush:
         counters += config.optimizer.rule.counters
-    common = _common(config)
-    learned = sum(p.held for p in parameters if p.trained)
+    waiting = sum(_crossing(p) for p in parameters)
+    rule = with_replicas(config)
+    beside = rule.at_rest(waiting, sum(p.held for p in parameters if p.trained), _masters_on_host(config))
     return {
         "parameters": sum(widths(config, p).parameters * p.held for p in parameters),
         "optimizer": sum(widths(config, p).optimizer * p.held for p in parameters) + 4 * counters,
-        "host": sum(widths(config, p).host * p.held for p in parameters) + common.host * learned,
+        "host": sum(widths(config, p).host * p.held for p in parameters) + beside.host,
         "copy": sum(_copy(config, p, pipelined=pipe is not None) for p in parameters),
-        "errors": sum(_errors(config, p) for p in parameters),
-        "in_flight": _delayed_counters(config, parameters) + sum(_delayed(config, p) for p in parameters),
-        "common": (common.parameters + common.optimizer) * learned,
+        "errors": beside.errors,
+        "in_flight": beside.in_flight + (rule.scalars if waiting else 0),
+        "common": beside.common,
     }
 
 
@@ -275,16 +277,6 @@ def _masters_on_host(config: Config) -> bool:
     return config.parallel.offload != "none" and config.precision == "mixed"
 
 
-def _common(config: Config) -> Widths:
-    """Return the bytes of each parameter of what local steps keep at the last outer step, and its momentum."""
-    if not config.train.local_steps:
-        return Widths(0, 0, 0)
-    momentum = 4 if config.optimizer.outer_momentum else 0
-    # Where masters rest in host memory, these do too.
-    on_host = 4 if _masters_on_host(config) else 0
-    return Widths(parameters=4 - on_host, optimizer=momentum, host=on_host)
-
-
 def _bytes(a: jax.ShapeDtypeStruct) -> int:
     if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
         # A key of JAX's default generator is two words of 32 bits.
@@ -296,10 +288,9 @@ def state(config: Config, p: Placed, pipelined: bool = False) -> int:
     """Return the bytes that a device holds between steps of one parameter and all that belongs to it."""
     each = widths(config, p)
     held = p.held * (each.parameters + each.optimizer)
-    if p.trained:
-        common = _common(config)
-        held += p.held * (common.parameters + common.optimizer)
-    return held + _copy(config, p, pipelined) + _errors(config, p) + _delayed(config, p)
+    learned = p.held if p.trained else 0
+    beside = with_replicas(config).at_rest(_crossing(p), learned, _masters_on_host(config))
+    return held + _copy(config, p, pipelined) + beside.errors + beside.in_flight + beside.common
 
 
 def _copy(config: Config, p: Placed, pipelined: bool) -> int:
@@ -309,28 +300,9 @@ def _copy(config: Config, p: Placed, pipelined: bool) -> int:
     return int(step_bytes.copy(config.parallel.zero, p.width(config), p.rest, p.use, pipelined))
 
 
-def _errors(config: Config, p: Placed) -> int:
-    """Return the bytes of what a device keeps back of a parameter's gradient: as much as crosses the replicas."""
-    if config.parallel.gradient_compression == "exact":
-        return 0
-    return _crossing(p)
-
-
-def _delayed(config: Config, p: Placed) -> int:
-    """Return the bytes of a parameter's gradient that waits for the next step, when it crosses the replicas."""
-    if not config.parallel.delayed_gradients:
-        return 0
-    return _crossing(p)
-
-
-def _delayed_counters(config: Config, parameters: list[Placed]) -> int:
-    """Return the bytes of what waits with a delayed gradient: the number of its step, its loss, and its labels."""
-    return 3 * 4 if any(_delayed(config, p) for p in parameters) else 0
-
-
 def _crossing(p: Placed) -> int:
-    """Return the bytes of what a device has, in f32, of a parameter's gradient when it crosses the replicas."""
-    return F32 * math.prod(p.shard) if p.place.deferred and p.trained else 0
+    """Return the elements that a device has of a parameter's gradient when it crosses the replicas."""
+    return math.prod(p.shard) if p.place.deferred and p.trained else 0
 
 
 def _weights(config: Config, parameters: list[Placed]) -> int:

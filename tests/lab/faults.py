@@ -23,7 +23,7 @@ from jaxdist.lab.slow_networks import replicas, server, top_k
 from jaxdist.mesh import DATA
 from jaxdist.models import Params, experts
 from jaxdist.parallel import context, placing, zero
-from jaxdist.parallel.crossing import compressed
+from jaxdist.parallel.crossing import codes
 from jaxdist.parallel.experts import Rounds
 from jaxdist.parallel.pipeline import schedules
 from jaxdist.planning import pipelines
@@ -206,8 +206,8 @@ def twice_as_many_elements_are_sent(patch: pytest.MonkeyPatch) -> None:
 
 
 def twice_as_many_of_a_block_are_exact(patch: pytest.MonkeyPatch) -> None:
-    largest = compressed._largest
-    patch.setattr(compressed, "_largest", lambda x, count: largest(x, 2 * count))
+    largest = codes._largest
+    patch.setattr(codes, "_largest", lambda x, count: largest(x, 2 * count))
 
 
 def the_first_of_a_block_count_as_its_largest(patch: pytest.MonkeyPatch) -> None:
@@ -217,9 +217,9 @@ def the_first_of_a_block_count_as_its_largest(patch: pytest.MonkeyPatch) -> None
 
 def scales_are_lost(patch: pytest.MonkeyPatch) -> None:
     def without(sent: jax.Array) -> jax.Array:
-        return sent[..., : compressed.BLOCK].astype(jnp.float32) / 127
+        return sent[..., : codes.BLOCK].astype(jnp.float32) / 127
 
-    patch.setattr(compressed, "_from_int8", without)
+    patch.setattr(codes, "_from_int8", without)
 
 
 def the_own_gradient_stays_in(patch: pytest.MonkeyPatch) -> None:

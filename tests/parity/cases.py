@@ -16,7 +16,8 @@ from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, 
 from jaxdist.config.lora import is_adapter
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.mesh.split import Split
-from jaxdist.parallel.crossing.compressed import Compressed, Compression
+from jaxdist.parallel.crossing.codes import Compression
+from jaxdist.parallel.crossing.compressed import Compressed
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.sharding import Layout, name_of

@@ -18,7 +18,7 @@ import pytest
 
 from jaxdist.config import PipelineConfig
 from jaxdist.mesh import parse_mesh
-from jaxdist.parallel.crossing.compressed import Compression
+from jaxdist.parallel.crossing.codes import Int8
 from tests.parity import cases, test_experts
 from tests.tiers import exhaustive, thinned
 
@@ -250,7 +250,7 @@ def test_bfloat16_is_close_to_one_device_in_bfloat16(keep):
 @pytest.mark.slow
 def test_compressed_gradients_of_parts_of_rows_are_close():
     row = Row("llama", "ring", "replica=2,context=2", 1, 2, False, "none", True)
-    got = trained(row, compression=Compression("int8", density=0.01, rank=4))
+    got = trained(row, compression=Int8())
     wanted = one_device(row.model, ("apart", row.apart))
     np.testing.assert_allclose(got.losses, wanted.losses, rtol=5e-3)
     np.testing.assert_allclose(got.norms, wanted.norms, rtol=5e-2)

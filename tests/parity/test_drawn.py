@@ -20,7 +20,7 @@ import pytest
 from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.mesh import AXES, parse_mesh
 from jaxdist.mesh.split import Split
-from jaxdist.parallel.crossing.compressed import compression
+from jaxdist.parallel.crossing.codes import compression
 from jaxdist.request import load
 from tests.parity import cases, test_experts
 from tests.tiers import exhaustive, thinned

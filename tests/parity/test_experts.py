@@ -19,7 +19,7 @@ import pytest
 from jaxdist.config import PipelineConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.experts import METERS
-from jaxdist.parallel.crossing.compressed import Compression
+from jaxdist.parallel.crossing.codes import Int8
 from tests.parity import cases
 from tests.tiers import exhaustive, thinned
 
@@ -201,7 +201,7 @@ def test_bfloat16_is_close_to_one_device_in_bfloat16(keep):
 def test_compressed_gradients_leave_loads_exact():
     """What crosses the replicas in fewer bits is close; numbers of tokens are no gradients."""
     row = Row("softmax", "replica=2,expert=2", 1, 2, False, "none", 0.5)
-    got = trained(row, compression=Compression("int8", density=0.01, rank=4))
+    got = trained(row, compression=Int8())
     wanted = one_device(row.model)
     np.testing.assert_array_equal(got.counts["balance"], wanted.counts["balance"])
     np.testing.assert_allclose(got.losses, wanted.losses, rtol=5e-3)

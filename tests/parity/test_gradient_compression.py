@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxdist.config import ParallelConfig
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.parallel.crossing.compressed import Compression
+from jaxdist.parallel.crossing.codes import RULES as MADE
 from tests.parity import cases
 from tests.tiers import exhaustive, thinned
 
-RULES = {rule: Compression(rule, density=0.01, rank=4) for rule in ("bfloat16", "int8", "topk-int8", "powersgd")}
+RULES = {rule: make(ParallelConfig()) for rule, make in MADE.items()}
 SHAPES = {
     "table": ((96, 100), 0),  # no multiple of a block
     "layers": ((2, 64, 3, 48), 1),

@@ -13,7 +13,7 @@ from jax.sharding import reshard
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.parallel import placing
 from jaxdist.parallel.crossing import compressed, replicas
-from jaxdist.parallel.crossing.compressed import Compression
+from jaxdist.parallel.crossing.codes import Int8
 from jaxdist.request import load
 from jaxdist.sharding import Layout
 from jaxdist.training.forward.balance import REPORTED, balancing, collapsed, direction
@@ -185,7 +185,7 @@ def test_counts_are_whole_on_every_device_and_cross_the_replicas_exactly():
         @jax.jit
         def cross(counts, residual):
             own = replicas.partial_sums(place, counts)
-            return compressed.cross(Compression("int8", 0.0, 0), jnp.asarray(0), place, own, residual)
+            return compressed.cross(Int8(), jnp.asarray(0), place, own, residual)
 
         total, residual = cross(reshard(jnp.asarray(counts), replicas.own_parts(place)), residual)
     np.testing.assert_array_equal(total, counts.sum(-1))

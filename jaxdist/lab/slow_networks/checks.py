@@ -13,7 +13,7 @@ from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
 from jaxdist.lab.reductions.checks import gradient_bytes
 from jaxdist.lab.slow_networks import byte_model, compressed, picture, replicas, server, timeline, top_k
-from jaxdist.parallel.crossing.compressed import BLOCK, LARGEST_OF, SCALE
+from jaxdist.parallel.crossing.codes import BLOCK, LARGEST_OF, SCALE
 from jaxdist.planning.tables import table
 
 WORKERS = (2, 6)

@@ -1,6 +1,6 @@
 """Train on replicas whose gradients cross the slow network in fewer bits, by the rules of the trainer itself.
 
-The rules are those of `jaxdist.parallel.crossing.compressed`, and each replica keeps what they round off (error
+The rules are those of `jaxdist.parallel.crossing.codes`, and each replica keeps what they round off (error
 feedback). A rule gets one gradient array after the other, as in a run, because PowerSGD needs matrices.
 """
 
@@ -21,7 +21,7 @@ from jaxdist.lab.slow_networks import byte_model
 from jaxdist.lab.slow_networks.byte_model import Rows, Weights
 from jaxdist.lab.slow_networks.replicas import Trained, compiled
 from jaxdist.mesh import REPLICA
-from jaxdist.parallel.crossing.compressed import Compression, compression
+from jaxdist.parallel.crossing.codes import Compression, compression
 from jaxdist.parallel.region import vary
 from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.sharding import Layout

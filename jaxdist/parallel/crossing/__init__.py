@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxdist.config import Config
+from jaxdist.mesh import crossing as facts
 from jaxdist.parallel.crossing.base import Alone, Crossing
-from jaxdist.parallel.crossing.compressed import Compressed, compression
+from jaxdist.parallel.crossing.codes import compression
+from jaxdist.parallel.crossing.compressed import Compressed
 from jaxdist.parallel.crossing.delayed import Delayed
 from jaxdist.parallel.crossing.outer import Outer
 
 
 def crossing_of(config: Config, replicas: int) -> Crossing:
     """Return the rule of a run on so many replicas; without them gradients are neither compressed nor late."""
-    sums = _sums(config, replicas)
-    if config.train.local_steps:
-        optimizer = config.optimizer
-        return Outer(sums, config.train.local_steps, optimizer.outer_rate, optimizer.outer_momentum)
-    if config.parallel.delayed_gradients and replicas > 1:
-        return Delayed(sums)
+    rule = compression(config.parallel)
+    sums = Crossing(replicas)
+    if replicas == 1:
+        sums = Alone()
+    elif rule:
+        sums = Compressed(rule, replicas)
+    return TIMES[type(facts.asked(config))](sums, config)
+
+
+def with_replicas(config: Config) -> Crossing:
+    """Return the rule of a mesh with replicas, for questions whose answer does not depend on how many."""
+    return crossing_of(config, 2)
+
+
+def _on_time(sums: Crossing, config: Config) -> Crossing:
     return sums
 
 
-def _sums(config: Config, replicas: int) -> Crossing:
-    """Return how the replicas' parts are added up."""
-    rule = compression(config.parallel)
-    if replicas == 1:
-        return Alone()
-    return Compressed(rule, replicas) if rule else Crossing(replicas)
+def _late(sums: Crossing, config: Config) -> Crossing:
+    return Delayed(sums) if sums.replicas > 1 else sums
+
+
+def _in_rounds(sums: Crossing, config: Config) -> Crossing:
+    rule = config.optimizer
+    return Outer(sums, config.train.local_steps, rule.outer_rate, rule.outer_momentum)
+
+
+TIMES: dict[type[facts.Crossing], Callable[[Crossing, Config], Crossing]] = {
+    facts.Crossing: _on_time,
+    facts.Late: _late,
+    facts.Rounds: _in_rounds,
+}
+"""When gradients cross, by what is asked for."""

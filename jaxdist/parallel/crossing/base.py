@@ -8,7 +8,8 @@ for the end of a round of local steps (`outer`).
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,43 @@ from jaxdist.parallel.crossing.replicas import own_parts
 from jaxdist.parallel.zero import Placement, Placements
 from jaxdist.sharding import Params, Tree
 
+F32 = 4
+"""Bytes of a number in float32."""
+
+Numbers = Any
+"""A number, or a numpy array of one for each of many meshes."""
+
+Kind = Literal["all-reduce", "all-gather", "all-to-all"]
+
+Call = Callable[[Kind, Numbers], Numbers]
+"""(kind, bytes of each number that crosses) -> the seconds of a collective."""
+
 RESIDUAL = "errors"
 """The item of a checkpoint with what compression has rounded off, of each replica, [..., R]."""
+
+
+class Message(NamedTuple):
+    """A collective over the replicas; elements are counted as `planning.predicted_collectives` counts them."""
+
+    kind: Kind
+    elements: int
+    width: int
+    """Bytes of an element."""
+    waits: bool = False
+    """Whether it can begin only when the message before it has come."""
+
+
+class AtRest(NamedTuple):
+    """Bytes that a device holds for a rule between steps."""
+
+    errors: Numbers = 0
+    """The residual."""
+    in_flight: Numbers = 0
+    """A gradient that crosses in the next step."""
+    common: Numbers = 0
+    """What all replicas have in common beside their own."""
+    host: Numbers = 0
+    """What is in the host's memory, and not on the device."""
 
 
 class Crossing:
@@ -34,6 +70,8 @@ class Crossing:
     """Steps by which a gradient, and the metrics of its step, come later than the step."""
     every = 1
     """Steps from one crossing to the next."""
+    scalars = 0
+    """Bytes of single numbers in the state."""
 
     def __init__(self, replicas: int = 1):
         self.replicas = replicas
@@ -58,6 +96,22 @@ class Crossing:
         """Return the inverse of `saved`; the checkpoint may be of any number of replicas."""
         return self.start(places, params)
 
+    def messages(self, shape: tuple[int, ...], stacked: int) -> Iterator[Message]:
+        """Yield what a device sends to add up a gradient, of which it has `shape`; `stacked` dims count layers."""
+        yield Message("all-reduce", math.prod(shape), F32)
+
+    def seconds(self, call: Call, replicas: Numbers, side: float) -> Numbers:
+        """Return about how long all gradients take to cross, if matrices have rows and columns of length `side`."""
+        return call("all-reduce", F32)
+
+    def at_rest(self, sent: Numbers, learned: Numbers, on_host: bool) -> AtRest:
+        """Return the bytes of the state.
+
+        `sent` are the elements that a device has of gradients when they cross, and `learned` those of parameters that
+        it has between steps; `on_host`: f32 parameters rest in the host's memory.
+        """
+        return AtRest()
+
     def has_rest(self, state: Any) -> bool:
         """Return whether a state holds what only the next gradient takes, in a program that no other step needs."""
         return False
@@ -65,6 +119,27 @@ class Crossing:
     def without_rest(self, state: Any) -> Any:
         """Return such a state after the step that took it."""
         return state
+
+
+class Later(Crossing):
+    """A rule that adds up later than at the end of a step; how, is another rule's affair: that of its `sums`."""
+
+    def __init__(self, sums: Crossing):
+        """Take the rule by which parts are added up."""
+        super().__init__(sums.replicas)
+        self.sums = sums
+
+    def messages(self, shape: tuple[int, ...], stacked: int) -> Iterator[Message]:
+        """Yield those of the sums."""
+        yield from self.sums.messages(shape, stacked)
+
+    def seconds(self, call: Call, replicas: Numbers, side: float) -> Numbers:
+        """Return those of the sums."""
+        return self.sums.seconds(call, replicas, side)
+
+    def at_rest(self, sent: Numbers, learned: Numbers, on_host: bool) -> AtRest:
+        """Return the bytes of the state of the sums."""
+        return self.sums.at_rest(sent, learned, on_host)
 
 
 class Alone(Crossing):

@@ -1,117 +1,23 @@
-"""Gradient compression: fewer bits for the sum over the replicas, with error feedback.
+"""Gradients that cross in fewer bits, with error feedback (`codes`): the residual is state.
 
-A rule sums what the devices along `replica` have of one gradient. It works on each device's own shard, inside a manual
-region. What it rounds off stays on the device and is added to the gradient of the next step (error feedback, Seide et
-al. 2014; Karimireddy et al. 2019), so that in the sum over all steps nothing is lost:
-
-    what arrives + sum over the replicas of their new errors = sum over the replicas of (gradient + old error)
-
-    rule        over the slow links                                             bytes per parameter x (R-1)/R
-    exact       all-reduce in float32; no errors                                8
-    bfloat16    two shots of bfloat16                                           4
-    int8        two shots of INT8, a scale for each block of 256                2.03
-    topk-int8   the largest of each block of 4096 exact, INT8 for the others    2.03 + 6 R x density
-    powersgd    two factors of each matrix [a, b], of rank r, in sequence       8 r (a + b) / (a b)
-
-Two shots are an all-to-all, after which each device sums its piece in float32, and an all-gather of the sums. A sum of
-INT8 would overflow, and one of bfloat16 would round at every hop. The scales of a block are in the same message as its
-numbers. The device that has summed a piece adds what the second shot loses to its own error.
-
-Between two replicas one shot sends as many bytes: each gets all that the other one sends, and nothing is rounded twice.
-
-Gradients of fewer than `SMALLEST` elements on a device, such as those of norms, are summed exactly: a message of that
-size takes no less time in fewer bits.
+A checkpoint holds it, and a mesh with other replicas takes the same in all.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float, Int
 
-from jaxdist.config import ParallelConfig
-from jaxdist.mesh import REPLICA
-from jaxdist.parallel.crossing.base import RESIDUAL, Crossing, dealt, no_residual
+from jaxdist.parallel.crossing.base import F32, RESIDUAL, AtRest, Call, Crossing, Message, Numbers, dealt, no_residual
+from jaxdist.parallel.crossing.codes import Compression
 from jaxdist.parallel.crossing.replicas import own_parts, partial_sums
 from jaxdist.parallel.zero import Placement, Placements
 from jaxdist.sharding import Params, Tree
-
-SMALLEST = 4096
-"""Elements of a shard from which on it is compressed."""
-
-BLOCK = 256
-"""Numbers that share a scale."""
-
-SCALE = 4
-"""Bytes of a scale."""
-
-LARGEST_OF = 4096
-"""Numbers in a block of which the largest are sent exactly: a place in it fits 16 bits."""
-
-PLACED = 3
-"""Numbers of 16 bits that one of the largest takes: two for its value, one for its place."""
-
-Own = Float[Array, "..."]
-"""A device's own part of a sum, in float32."""
-
-Code = tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]
-"""(values [..., BLOCK] -> what is sent, as INT8, and back)."""
-
-
-@dataclass(frozen=True)
-class Compression:
-    """How the sum over the replicas is sent."""
-
-    rule: str
-    """One of the rules above, but exact."""
-    density: float
-    """Of topk-int8: the part of the numbers that are sent exactly."""
-    rank: int
-    """Of powersgd."""
-
-    @property
-    def largest(self) -> int:
-        """How many of a block are sent exactly."""
-        return max(1, round(self.density * LARGEST_OF))
-
-    def compresses(self, shape: tuple[int, ...], stacked: int, replicas: int) -> bool:
-        """Return whether a shard of `shape`, whose first `stacked` dims count layers, is sent in fewer bits."""
-        size = math.prod(shape)
-        # Each of the replicas sums whole blocks; padding must not outweigh what is saved.
-        if size < max(SMALLEST, replicas * BLOCK):
-            return False
-        if self.rule != "powersgd":
-            return True
-        rows, columns = matrix(shape[stacked:])
-        # Less than two bytes for each number.
-        return 4 * self.rank * (rows + columns) < 2 * rows * columns
-
-    def add_up(
-        self, own: Own, error: Own, stacked: int, step: Int[Array, ""]
-    ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """Return (the sum over the replicas, the device's own new error), inside a manual region.
-
-        `own` is the device's gradient, whose first `stacked` dims count layers, and `error` what it has kept back.
-        """
-        x = own + error
-        if not self.compresses(x.shape, stacked, jax.lax.axis_size(REPLICA)):
-            return jax.lax.psum(x, REPLICA), jnp.zeros_like(x)
-        if self.rule == "bfloat16":
-            return _coded_sum(x, (_to_bfloat16, _from_bfloat16))
-        if self.rule == "int8":
-            return _coded_sum(x, (_to_int8, _from_int8))
-        if self.rule == "topk-int8":
-            largest, others = _largest(x, self.largest)
-            small, error = _coded_sum(others, (_to_int8, _from_int8))
-            return largest + small, error
-        return _low_rank(x, stacked, self.rank, step)
 
 
 class Compressed(Crossing):
@@ -146,6 +52,18 @@ class Compressed(Crossing):
             return self.start(places, params)
         return dealt(places, residual, self.replicas)
 
+    def messages(self, shape: tuple[int, ...], stacked: int) -> Iterator[Message]:
+        """Yield what the rule sends."""
+        yield from self.rule.messages(shape, stacked, self.replicas)
+
+    def seconds(self, call: Call, replicas: Numbers, side: float) -> Numbers:
+        """Return those of the rule."""
+        return self.rule.seconds(call, replicas, side)
+
+    def at_rest(self, sent: Numbers, learned: Numbers, on_host: bool) -> AtRest:
+        """Return a residual of what is sent, in f32."""
+        return AtRest(errors=F32 * sent)
+
 
 def cross(
     rule: Compression, step: Int[Array, ""], place: Placement, g: Float[Array, "..."], residual: Float[Array, "... R"]
@@ -164,155 +82,3 @@ def cross(
     # Unchecked, because there a partial sum is what it is, the device's own part; checked, it can only be added up.
     crossed = jax.shard_map(add, in_specs=(place.reduced, own, P()), out_specs=(place.rest, own), check_vma=False)
     return crossed(g, residual, step)
-
-
-def compression(parallel: ParallelConfig) -> Compression | None:
-    """Return the compression that is asked for; None for exact sums."""
-    if parallel.gradient_compression == "exact":
-        return None
-    return Compression(parallel.gradient_compression, parallel.compression_density, parallel.compression_rank)
-
-
-def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return (rows, columns) of the most nearly square matrix that the dims of `shape` make; a vector has one row."""
-    splits = range(1, max(2, len(shape)))
-    pairs = [(math.prod(shape[:at]), math.prod(shape[at:])) for at in splits]
-    return min(pairs, key=sum)
-
-
-def padded(size: int, replicas: int) -> int:
-    """Return the elements of a shard of `size` after padding to whole blocks for each of the replicas."""
-    return -(-size // (replicas * BLOCK)) * replicas * BLOCK
-
-
-def _coded_sum(x: Own, code: Code) -> tuple[Own, Own]:
-    """Return (sum, own error), sent in one shot between two replicas and in two shots among more."""
-    replicas = jax.lax.axis_size(REPLICA)
-    pieces = _pieces(x, replicas)
-    shots = _one_shot if replicas == 2 else _two_shots
-    total, error = shots(pieces, code)
-    return _unpadded(total, x), _unpadded(error, x)
-
-
-def _one_shot(pieces: Float[Array, "2 blocks 256"], code: Code) -> tuple[jax.Array, jax.Array]:
-    """Return (sum, own error) between two replicas, each of which gets the code of the other one.
-
-    An all-gather would do. But XLA joins the all-reduces of all gradients into one, and gloo's, unlike its all-gather
-    and all-to-all, sends in both directions at the same time, in half the time. The sum of both codes, as whole numbers
-    that may overflow, less the own code, is the code of the other replica, to the bit.
-    """
-    encode, decode = code
-    sent = encode(pieces)
-    both = jax.lax.psum(sent, REPLICA)
-    # The same text on both replicas, so that both round alike: XLA may turn a product and a sum into one instruction.
-    first = jnp.where(jax.lax.axis_index(REPLICA) == 0, sent, both - sent)
-    second = both - first
-    return decode(first) + decode(second), pieces - decode(sent)
-
-
-def _two_shots(pieces: Float[Array, "R blocks 256"], code: Code) -> tuple[jax.Array, jax.Array]:
-    """Return (sum, own error): all-to-all of coded parts, sum in float32, all-gather of the coded sums."""
-    encode, decode = code
-    replicas = len(pieces)
-    sent = encode(pieces)
-    error = pieces - decode(sent)
-    arrived = decode(jax.lax.all_to_all(sent, REPLICA, split_axis=0, concat_axis=0, tiled=True))
-    piece = arrived.sum(0)
-    sent = encode(piece)
-    # What the second shot loses is in the residual of the device that has summed the piece.
-    mine = jnp.arange(replicas) == jax.lax.axis_index(REPLICA)
-    error = error + jnp.where(mine[:, None, None], (piece - decode(sent))[None], 0)
-    return decode(jax.lax.all_gather(sent, REPLICA)), error
-
-
-def _pieces(x: Own, replicas: int) -> Float[Array, "R blocks 256"]:
-    flat = jnp.pad(x.ravel(), (0, padded(x.size, replicas) - x.size))
-    return flat.reshape(replicas, -1, BLOCK)
-
-
-def _unpadded(pieces: jax.Array, like: jax.Array) -> jax.Array:
-    return pieces.reshape(-1)[: like.size].reshape(like.shape)
-
-
-def _to_int8(x: Float[Array, "... 256"]) -> Int[Array, "... 260"]:
-    """Return each block as INT8 and, behind it, the bytes of its scale."""
-    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
-    # NaN and infinity spoil the whole block, so that the step is skipped. (The maximum of XLA:CPU may overlook a NaN.)
-    scale = jnp.where(jnp.isfinite(x).all(axis=-1, keepdims=True), scale, jnp.nan)
-    # A block of zeros has no scale.
-    whole = jnp.round(x / jnp.where(scale == 0, 1, scale)).astype(jnp.int8)
-    scales = jax.lax.bitcast_convert_type(scale, jnp.int8)
-    return jnp.concatenate([whole, scales.reshape(*whole.shape[:-1], SCALE)], axis=-1)
-
-
-def _from_int8(sent: Int[Array, "... 260"]) -> Float[Array, "... 256"]:
-    scale = jax.lax.bitcast_convert_type(sent[..., BLOCK:], jnp.float32)
-    return sent[..., :BLOCK].astype(jnp.float32) * scale[..., None]
-
-
-def _to_bfloat16(x: Float[Array, "... 256"]) -> Int[Array, "... 512"]:
-    # As bytes: XLA:CPU would move a bfloat16 as a float32.
-    halves = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.int8)
-    return halves.reshape(*x.shape[:-1], 2 * BLOCK)
-
-
-def _from_bfloat16(sent: Int[Array, "... 512"]) -> Float[Array, "... 256"]:
-    halves = sent.reshape(*sent.shape[:-1], BLOCK, 2)
-    return jax.lax.bitcast_convert_type(halves, jnp.bfloat16).astype(jnp.float32)
-
-
-def _largest(x: Own, count: int) -> tuple[Own, Own]:
-    """Return (the sum over the replicas of each one's `count` largest of every block, the device's other numbers)."""
-    blocks = jnp.pad(x.ravel(), (0, -x.size % LARGEST_OF)).reshape(-1, LARGEST_OF)
-    _, places = jax.lax.top_k(jnp.abs(blocks), count)
-    values = jnp.take_along_axis(blocks, places, axis=-1)
-    others = jnp.put_along_axis(blocks, places, 0.0, axis=-1, inplace=False)
-    halves = jax.lax.bitcast_convert_type(values, jnp.uint16).reshape(len(blocks), 2 * count)
-    sent = jnp.concatenate([halves, places.astype(jnp.uint16)], axis=-1)
-    arrived = jax.lax.all_gather(sent, REPLICA)
-    halves = arrived[..., : 2 * count].reshape(*arrived.shape[:-1], count, 2)
-    values = jax.lax.bitcast_convert_type(halves, jnp.float32)
-    places = arrived[..., 2 * count :].astype(jnp.int32)
-    rows = jnp.arange(len(blocks))[:, None]
-
-    def add(total: jax.Array, one: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        values, places = one
-        return total.at[rows, places].add(values, unique_indices=True), None
-
-    # One replica after the other: the same order, and so the same bits, on all devices.
-    total, _ = jax.lax.scan(add, jnp.zeros_like(blocks), (values, places))
-    return _unpadded(total, x), _unpadded(others, x)
-
-
-def _low_rank(x: Own, stacked: int, rank: int, step: Int[Array, ""]) -> tuple[Own, Own]:
-    """Return (sum, own error) of each layer's matrix, projected on a subspace of `rank` (Vogels et al. 2019, alg. 1).
-
-    All replicas draw the same first factor, another one in each step: an error that one subspace cannot hold waits for
-    the next. (The paper starts from the last step's factor, which would be further state.)
-    """
-    rows, columns = matrix(x.shape[stacked:])
-    m = x.reshape(-1, rows, columns)
-    key = jax.random.fold_in(jax.random.key(0), step)
-    drawn = jax.random.normal(key, (len(m), columns, rank))
-    left = _orthonormal(jax.lax.psum(m @ drawn, REPLICA))
-    own = jnp.swapaxes(m, 1, 2) @ left
-    right = jax.lax.psum(own, REPLICA)
-
-    def product(right: jax.Array) -> jax.Array:
-        return (left @ jnp.swapaxes(right, 1, 2)).reshape(x.shape)
-
-    return product(right), x - product(own)
-
-
-def _orthonormal(p: Float[Array, "L a r"]) -> Float[Array, "L a r"]:
-    """Return the columns made orthonormal, one after the other (Gram and Schmidt); a column of zeros stays."""
-    found: list[jax.Array] = []
-    for at in range(p.shape[-1]):
-        column = p[..., at]
-        # Twice, because rounding leaves a rest after the first time.
-        for _ in range(2):
-            for other in found:
-                column = column - other * jnp.sum(column * other, axis=-1, keepdims=True)
-        norm = jnp.linalg.norm(column, axis=-1, keepdims=True)
-        found.append(column / jnp.where(norm == 0, 1, norm))
-    return jnp.stack(found, axis=-1)

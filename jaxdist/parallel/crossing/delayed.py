@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxdist.parallel.crossing.base import Crossing, no_residual
+from jaxdist.parallel.crossing.base import F32, AtRest, Later, Numbers, no_residual
 from jaxdist.parallel.pipeline.pipedream import NOTHING
 from jaxdist.parallel.zero import Placements
 from jaxdist.sharding import Params, Tree
@@ -31,15 +31,15 @@ class InFlight(NamedTuple):
     """The state of the rule by which it will be added up."""
 
 
-class Delayed(Crossing):
+class Delayed(Later):
     """A rule that adds up each gradient in the next step. A state is saved only when nothing is in flight."""
 
     late = 1
+    scalars = 12
 
-    def __init__(self, sums: Crossing):
-        """Take the rule by which gradients are added up."""
-        super().__init__(sums.replicas)
-        self.sums = sums
+    def at_rest(self, sent: Numbers, learned: Numbers, on_host: bool) -> AtRest:
+        """Return also the gradient in flight."""
+        return super().at_rest(sent, learned, on_host)._replace(in_flight=F32 * sent)
 
     def start(self, places: Placements, params: Params) -> InFlight:
         """Return that nothing is in flight."""

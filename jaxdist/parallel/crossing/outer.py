@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdist.parallel.crossing.base import Crossing
+from jaxdist.parallel.crossing.base import F32, AtRest, Crossing, Later, Numbers
 from jaxdist.parallel.zero import Placements
 from jaxdist.sharding import Params, Tree
 
@@ -28,13 +28,12 @@ class OuterState(NamedTuple):
     """The state of the rule by which changes of weights are added up."""
 
 
-class Outer(Crossing):
+class Outer(Later):
     """The rule of an outer step. Within a round there is no state: `add_up` is that of a replica by itself."""
 
     def __init__(self, sums: Crossing, every: int, rate: float, momentum: float):
         """Take the rule by which changes of weights are added up, once in `every` steps, and the rule of the update."""
-        super().__init__(sums.replicas)
-        self.sums = sums
+        super().__init__(sums)
         self.every = every
         self.rate = rate
         self.momentum = momentum
@@ -52,6 +51,16 @@ class Outer(Crossing):
     def resumed(self, places: Placements, saved: dict[str, Tree], params: Params) -> OuterState:
         """Return the inverse of `saved`. The momentum is common to all replicas, of any number."""
         return OuterState(saved.get(VELOCITY), self.sums.resumed(places, saved, params))
+
+    def at_rest(self, sent: Numbers, learned: Numbers, on_host: bool) -> AtRest:
+        """Return also what all replicas have in common: parameters, and the momentum.
+
+        Where f32 parameters rest in the host's memory, these do too.
+        """
+        of_host = F32 if on_host else 0
+        momentum = F32 if self.momentum else 0
+        own = super().at_rest(sent, learned, on_host)
+        return own._replace(common=(F32 - of_host + momentum) * learned, host=of_host * learned)
 
     def has_rest(self, state: OuterState) -> bool:
         """Return whether the sums have."""

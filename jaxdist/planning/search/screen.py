@@ -18,7 +18,6 @@ from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, 
 from jaxdist.mesh.context import ulysses_elements
 from jaxdist.mesh.split import Split
 from jaxdist.models.loss import chunk_rows
-from jaxdist.parallel.crossing.compressed import PLACED
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import Times
 from jaxdist.planning import collective_time, expert_rows, step_bytes
@@ -84,8 +83,7 @@ class Screen(Sizes):
         # Only ZeRO 2 and 3 send layer by layer, and over the replicas only delayed gradients wait for nothing; overlap
         # slows both down, so that not all of it is hidden.
         overlaps = np.where(self.columns["zero"] >= 2, data, 0.0)
-        if self.config.parallel.delayed_gradients:
-            overlaps = overlaps + replicas
+        overlaps = overlaps + self.rule.late * replicas
         hidden = np.minimum(overlaps, busy) * (2 - self.cluster.overlap)
         return (
             busy + context + experts + model_and_pipeline + data - hidden + replicas + updated / self.cluster.bandwidth
@@ -114,15 +112,8 @@ class Screen(Sizes):
         copy: Numbers = 0
         if self.config.precision == "mixed":
             copy = step_bytes.copy(self.columns["zero"], self.width, self.at_rest, self.in_use, self.staged)
-        of_replicas: Numbers = 0
-        if self.compressed:
-            of_replicas = F32 * self.crossing
-        if self.config.parallel.delayed_gradients:
-            of_replicas = of_replicas + F32 * self.crossing
-        if self.config.train.local_steps:
-            # What all replicas have in common: the weights, and the momentum of the outer step.
-            of_replicas = of_replicas + F32 * self.at_rest * (1 + (self.config.optimizer.outer_momentum > 0))
-        of_replicas = np.where(self.columns[REPLICA] > 1, of_replicas, 0)
+        beside = self.rule.at_rest(self.crossing, self.at_rest, on_host=False)
+        of_replicas = np.where(self.columns[REPLICA] > 1, beside.errors + beside.in_flight + beside.common, 0)
         each = F32 * self.held * (1 + self.config.optimizer.rule.moments)
         return self.trained * (each + copy + of_replicas) + self.frozen_bytes
 
@@ -353,10 +344,7 @@ class Screen(Sizes):
 
     def _replica_seconds(self) -> Column:
         """Return a step's part of the seconds in which gradients, and weights, cross the replicas."""
-        once = self._crossing_seconds()
-        if self.config.train.local_steps:
-            return once / self.config.train.local_steps
-        return once
+        return self._crossing_seconds() / self.rule.every
 
     def _crossing_seconds(self) -> Column:
         """Return the seconds in which the shards of gradients, and of weights, cross the replicas once."""
@@ -369,23 +357,11 @@ class Screen(Sizes):
             # Frozen parameters have none.
             return call(kind, self.trained * width)
 
-        parallel = self.config.parallel
-        rule = parallel.gradient_compression
-        if rule == "powersgd":
-            # Two factors of rank r in the place of a matrix, which is taken to be square.
-            side = np.sqrt(self.layer / 12)
-            return of_gradients(ALL_REDUCE, F32) * np.minimum(1, 2 * parallel.compression_rank / side)
-        if self.compressed:
-            width = 2 if rule == "bfloat16" else 1
-            two_shots = of_gradients(ALL_TO_ALL, width) + of_gradients(ALL_GATHER, width)
-            coded = np.where(replicas == 2, of_gradients(ALL_REDUCE, width), two_shots)
-            if rule == "topk-int8":
-                return coded + of_gradients(ALL_GATHER, replicas * 2 * PLACED * parallel.compression_density)
-            return coded
-        if self.alike and parallel.replica_zero:
+        if self.alike and self.config.parallel.replica_zero:
             shared = of_gradients(REDUCE_SCATTER, F32) + call(ALL_GATHER, self.width)
             return np.where(self.columns["zero"] > 0, shared, of_gradients(ALL_REDUCE, F32))
-        return of_gradients(ALL_REDUCE, F32)
+        # A layer is taken to be 12 square matrices.
+        return self.rule.seconds(of_gradients, replicas, np.sqrt(self.layer / 12))
 
     def _seconds_over(self, axes: tuple[str, ...], kind: str, size: Numbers, ranks: Column) -> Column:
         """Return the seconds of a collective over these axes, among `ranks` of them at most."""

@@ -14,6 +14,7 @@ from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA
 from jaxdist.mesh.crossing import asked
 from jaxdist.mesh.split import compute_width
 from jaxdist.models import Model, parameters
+from jaxdist.parallel.crossing import Crossing, with_replicas
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.search.candidates import REMATS, Columns
@@ -115,9 +116,9 @@ class Sizes:
         return self._sharded(self.beside_experts, self.experts)
 
     @property
-    def compressed(self) -> bool:
-        """Whether gradients cross the replicas in fewer bits, so that each replica keeps errors."""
-        return self.config.parallel.gradient_compression != "exact"
+    def rule(self) -> Crossing:
+        """How gradients cross, where there are replicas."""
+        return with_replicas(self.config)
 
     @property
     def alike(self) -> bool:
