@@ -38,12 +38,14 @@ class Traits(NamedTuple):
     """Whether the MLP has a third matrix, the gate."""
     dropout: bool = False
     """Whether it has dropout."""
+    biased: bool = False
+    """Whether each of its matmuls adds a bias."""
     routed: bool = False
     """Whether each MLP is a mixture of experts, of which a router chooses some for each token."""
 
 
 FAMILIES = {
-    "gpt": Traits(text=True, dropout=True),
+    "gpt": Traits(text=True, dropout=True, biased=True),
     "llama": Traits(text=True, rotary=True, grouped=True, gated=True),
     "moe": Traits(text=True, rotary=True, grouped=True, gated=True, routed=True),
     "cnn": Traits(text=False, dropout=True),

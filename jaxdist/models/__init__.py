@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig, lora
+from jaxdist.config.matmuls import matmuls_of
 from jaxdist.models import images
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.decoding import Attend, block_with
@@ -169,15 +170,8 @@ def parameters(model: Model | Foreign) -> int:
 
 def active_parameters(model: Model, config: ModelConfig) -> int:
     """Return the number of parameters that one token goes through: of the experts of a layer, those that it chooses."""
-    leaves = jax.tree.leaves(model.abstract)
-    axes = jax.tree.leaves(model.axes, is_leaf=lambda names: isinstance(names, tuple))
-    total = 0
-    for leaf, names in zip(leaves, axes, strict=True):
-        if "experts" in names:
-            total += leaf.size * config.experts_per_token // config.experts
-        elif COUNTED not in names:
-            total += leaf.size
-    return total
+    idle = sum(matmul.elements - matmul.elements_of_token for matmul in matmuls_of(config).values())
+    return parameters(model) - config.layers * idle
 
 
 def matrices(model: Model | Foreign) -> Params:

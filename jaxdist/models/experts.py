@@ -22,8 +22,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
+from jaxdist.config.matmuls import matmuls_of
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
-from jaxdist.models.parameters import constant, weight
+from jaxdist.models.parameters import constant, weight_of
 from jaxdist.parallel import region
 from jaxdist.parallel.experts import ROUTING, Dispatch, rounds_for
 from jaxdist.parallel.tensor import einsum, enter, leave
@@ -79,20 +80,19 @@ class Routes(NamedTuple):
 class Experts(nnx.Module):
     """E gated MLPs of which each token goes through k, and one that all go through if `shared_experts` asks for it."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs, out_scale: float):
-        embed = config.embed
-        mlp = config.expert_size
-        shared = config.shared_experts * mlp
+    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
+        matmuls = matmuls_of(config)
+        shared = config.shared_experts > 0
         self.layout = layout
         self.router_rule = Router.of(config)
         self.capacity_factor = config.capacity_factor
-        self.router = weight(rngs, (embed, config.experts), ("norm", "router"), exact=True)
+        self.router = weight_of(rngs, matmuls["mlp.router"])
         self.balance = constant(0.0, (config.experts,), (COUNTED,), exact=True)
         self.meter = constant(0.0, (len(METERS),), (COUNTED,), exact=True)
-        self.gate_up = weight(rngs, (config.experts, embed, 2, mlp), ("experts", "embed", None, "mlp"))
-        self.down = weight(rngs, (config.experts, mlp, embed), ("experts", "mlp", "embed"), out_scale)
-        self.shared_gate_up = weight(rngs, (embed, 2, shared), ("embed", None, "mlp")) if shared else None
-        self.shared_down = weight(rngs, (shared, embed), ("mlp", "embed"), out_scale) if shared else None
+        self.gate_up = weight_of(rngs, matmuls["mlp.gate_up"])
+        self.down = weight_of(rngs, matmuls["mlp.down"])
+        self.shared_gate_up = weight_of(rngs, matmuls["mlp.shared_gate_up"]) if shared else None
+        self.shared_down = weight_of(rngs, matmuls["mlp.shared_down"]) if shared else None
 
     def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
         """Return the weighted sum of the results of each token's experts; there is no dropout."""

@@ -8,7 +8,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
-from jaxdist.models.adapters import mlp_adapters
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.dropout import dropout
 from jaxdist.models.inputs import BlockInputs
@@ -22,14 +21,12 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
-        # Keeps the variance of the residual stream: GPT-2, section 2.3.
-        out_scale = 0.02 / (2 * config.layers) ** 0.5
         self.layout = layout
         self.rate = config.dropout
         self.norm1 = LayerNorm(config.embed, config.norm_eps)
-        self.attention = Attention(config, layout, rngs, out_scale)
+        self.attention = Attention(config, layout, rngs)
         self.norm2 = LayerNorm(config.embed, config.norm_eps)
-        self.mlp = MLP(config.embed, config.mlp_size, layout, rngs, out_scale, mlp_adapters(config, layout, rngs))
+        self.mlp = MLP(config, layout, rngs)
 
     def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs) -> Float[Array, "B s D"]:
         """Return the residual stream after the block."""

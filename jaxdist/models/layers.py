@@ -13,10 +13,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
-from jaxdist.models.adapters import Adapters, attention_adapters
+from jaxdist.config.matmuls import matmuls_of
+from jaxdist.models.adapters import Adapters, attention_adapters, mlp_adapters
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
-from jaxdist.models.parameters import constant, weight
+from jaxdist.models.parameters import bias_of, constant, weight_of
 from jaxdist.parallel.tensor import PRODUCT, einsum, enter, mean_over_heads
 from jaxdist.sharding import Layout, spread, wide
 
@@ -128,16 +129,14 @@ class CausalAttention(nnx.Module):
 class Attention(CausalAttention):
     """Causal multi-head self-attention (Vaswani et al. 2017, section 3.2); one matmul makes query, key and value."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs, out_scale: float):
-        embed = config.embed
-        heads = config.heads
-        size = config.head_size
+    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
+        matmuls = matmuls_of(config)
         self.layout = layout
         self.window = config.window
-        self.qkv = weight(rngs, (embed, 3, heads, size), ("embed", None, "heads", None))
-        self.qkv_bias = constant(0.0, (3, heads, size), (None, "heads", None))
-        self.out = weight(rngs, (heads, size, embed), ("heads", None, "embed"), out_scale)
-        self.out_bias = constant(0.0, (embed,), ("norm",))
+        self.qkv = weight_of(rngs, matmuls["attention.qkv"])
+        self.qkv_bias = bias_of(matmuls["attention.qkv"])
+        self.out = weight_of(rngs, matmuls["attention.out"])
+        self.out_bias = bias_of(matmuls["attention.out"])
         self.lora = attention_adapters(config, layout, rngs)
 
     def heads(
@@ -164,20 +163,20 @@ class GroupedAttention(CausalAttention):
     here K and G are those of the weight in use. The positions are rotary (Su et al. 2021).
     """
 
-    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs, out_scale: float):
+    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         size = config.head_size
-        heads = (config.key_value_heads, config.heads // config.key_value_heads + 2, size)
+        matmuls = matmuls_of(config)
         self.layout = layout
         self.frequencies = tuple(config.rope.frequencies(config.rope_theta, size))
         self.attention_factor = config.rope.attention_factor
         self.window = config.window
-        self.qkv = weight(rngs, (config.embed, *heads), ("embed", "kv_heads", None, None))
-        self.qkv_bias = constant(0.0, heads, ("kv_heads", None, None)) if config.qkv_bias else None
+        self.qkv = weight_of(rngs, matmuls["attention.qkv"])
+        self.qkv_bias = bias_of(matmuls["attention.qkv"])
         of_head = config.qk_norm == "head"
         self.q_norm = RMSNorm(size, config.norm_eps, "head_norm") if of_head else None
         self.k_norm = RMSNorm(size, config.norm_eps, "head_norm") if of_head else None
         self.qk_norm = FullNorm(config, layout) if config.qk_norm == "full" else None
-        self.out = weight(rngs, (config.heads, size, config.embed), ("heads", None, "embed"), out_scale)
+        self.out = weight_of(rngs, matmuls["attention.out"])
         self.lora = attention_adapters(config, layout, rngs)
 
     def heads(
@@ -314,22 +313,15 @@ gelu.defvjp(_gelu_forward, _gelu_backward)
 class MLP(nnx.Module):
     """Two layers around a GELU."""
 
-    def __init__(
-        self,
-        embed: int,
-        mlp: int,
-        layout: Layout,
-        rngs: nnx.Rngs,
-        out_scale: float,
-        adapters: Adapters | None = None,
-    ):
+    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
+        matmuls = matmuls_of(config)
         self.layout = layout
-        self.lora = adapters
-        self.up = weight(rngs, (embed, mlp), ("embed", "mlp"))
-        self.up_bias = constant(0.0, (mlp,), ("mlp",))
-        self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), out_scale)
+        self.up = weight_of(rngs, matmuls["mlp.up"])
+        self.up_bias = bias_of(matmuls["mlp.up"])
+        self.down = weight_of(rngs, matmuls["mlp.down"])
         # It only shifts the output of a block, so ZeRO 3 (FSDP) does not gather it again in the backward pass.
-        self.down_bias = constant(0.0, (embed,), ("norm",), forward_only=True)
+        self.down_bias = bias_of(matmuls["mlp.down"], forward_only=True)
+        self.lora = mlp_adapters(config, layout, rngs)
 
     def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
         """Return gelu(x up + up_bias) down + down_bias."""
@@ -369,19 +361,12 @@ def row(
 class SwiGLU(nnx.Module):
     """Two layers around silu(gate) times up (Shazeer 2020, eq. 6); one matmul makes gate and up."""
 
-    def __init__(
-        self,
-        embed: int,
-        mlp: int,
-        layout: Layout,
-        rngs: nnx.Rngs,
-        out_scale: float,
-        adapters: Adapters | None = None,
-    ):
+    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
+        matmuls = matmuls_of(config)
         self.layout = layout
-        self.lora = adapters
-        self.gate_up = weight(rngs, (embed, 2, mlp), ("embed", None, "mlp"))
-        self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), out_scale)
+        self.gate_up = weight_of(rngs, matmuls["mlp.gate_up"])
+        self.down = weight_of(rngs, matmuls["mlp.down"])
+        self.lora = mlp_adapters(config, layout, rngs)
 
     def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
         """Return (silu(x gate) * x up) down."""

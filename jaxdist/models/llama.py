@@ -10,7 +10,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
-from jaxdist.models.adapters import mlp_adapters
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.layers import GroupedAttention, RMSNorm, SwiGLU
@@ -23,17 +22,15 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
-        # As in the GPT: the papers do not say what theirs is.
-        out_scale = 0.02 / (2 * config.layers) ** 0.5
         self.norm1 = RMSNorm(config.embed, config.norm_eps)
-        self.attention = GroupedAttention(config, layout, rngs, out_scale)
+        self.attention = GroupedAttention(config, layout, rngs)
         self.norm2 = RMSNorm(config.embed, config.norm_eps)
-        self.mlp = self.make_mlp(config, layout, rngs, out_scale)
+        self.mlp = self.make_mlp(config, layout, rngs)
 
     @staticmethod
-    def make_mlp(config: ModelConfig, layout: Layout, rngs: nnx.Rngs, out_scale: float) -> nnx.Module:
+    def make_mlp(config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> nnx.Module:
         """Return what stands in the place of the MLP."""
-        return SwiGLU(config.embed, config.mlp_size, layout, rngs, out_scale, mlp_adapters(config, layout, rngs))
+        return SwiGLU(config, layout, rngs)
 
     def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs) -> Float[Array, "B s D"]:
         """Return the residual stream after the block."""

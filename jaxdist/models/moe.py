@@ -18,9 +18,9 @@ class RoutedBlock(Block):
     """x + attention(norm(x)), then x + experts(norm(x))."""
 
     @staticmethod
-    def make_mlp(config: ModelConfig, layout: Layout, rngs: nnx.Rngs, out_scale: float) -> nnx.Module:
+    def make_mlp(config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> nnx.Module:
         """Return the experts."""
-        return Experts(config, layout, rngs, out_scale)
+        return Experts(config, layout, rngs)
 
 
 class Moe(Llama):

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxdist.config import ModelConfig
 from jaxdist.config.rope_scaling import RopeScaling
 from jaxdist.mesh import CONTEXT, make_mesh, parse_mesh
 from jaxdist.mesh.context import zigzag
@@ -240,7 +241,7 @@ def _swiglu(
     layout: Layout, x: Float[Array, "B S D"], gate_up: Float[Array, "D 2 F"], down: Float[Array, "F D"]
 ) -> Array:
     mlp_size, embed = down.shape
-    mlp = SwiGLU(embed, mlp_size, layout, nnx.Rngs(0), 1.0)
+    mlp = SwiGLU(ModelConfig(family="llama", embed=embed, mlp=mlp_size), layout, nnx.Rngs(0))
     mlp.gate_up = nnx.Param(gate_up)
     mlp.down = nnx.Param(down)
     return mlp(x)

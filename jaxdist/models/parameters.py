@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from jaxdist.config.matmuls import Matmul
+
 
 def normal(key: Key[Array, ""], shape: Sequence[int], scale: float) -> Float[Array, "..."]:
     """Draw normal numbers (standard deviation `scale`, cut at 4.9 of them): the same bits on every mesh and backend.
@@ -39,6 +41,16 @@ def weight(
     `exact` marks a parameter that is f32 at least in any compute dtype.
     """
     return nnx.Param(normal(rngs.params(), shape, scale), axes=axes, exact=exact)
+
+
+def weight_of(rngs: nnx.Rngs, matmul: Matmul) -> nnx.Param:
+    """Make the weight that `matmul` describes."""
+    return weight(rngs, matmul.shape, matmul.axes, matmul.scale, matmul.exact)
+
+
+def bias_of(matmul: Matmul, forward_only: bool = False) -> nnx.Param | None:
+    """Make the bias of what `matmul` makes, zero at first; None where it has none."""
+    return constant(0.0, matmul.bias_shape, matmul.bias_axes, forward_only) if matmul.bias else None
 
 
 def constant(

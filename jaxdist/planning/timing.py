@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxdist.config import ModelConfig, lora
+from jaxdist.config.matmuls import matmuls_of
 
 
 def flops_per_token(model: ModelConfig) -> int:
@@ -20,9 +21,8 @@ def flops_per_token(model: ModelConfig) -> int:
 
 def flops_of_padding(model: ModelConfig, padding: float) -> int:
     """Return the FLOPs to train on one token that experts spend on padding: they compute `padding` rows for one."""
-    arrays = 3 if model.traits.gated else 2
-    chosen = model.layers * arrays * model.embed * model.expert_size * model.experts_per_token
-    return round(flops_per_parameter(model) * chosen * (padding - 1))
+    chosen = sum(matmul.elements_of_token for matmul in matmuls_of(model).values() if matmul.stacked)
+    return round(flops_per_parameter(model) * model.layers * chosen * (padding - 1))
 
 
 def flops_per_parameter(model: ModelConfig) -> int:
@@ -76,18 +76,9 @@ def keys_per_query(model: ModelConfig) -> float:
 def matrices_per_layer(model: ModelConfig) -> int:
     """Return the parameters of a layer's matrices that multiply one token.
 
-    They are query and output, key and value, and the two or three of the MLP; or the router, and those of the experts
-    that the token chooses or that all tokens share. Biases and norms are left out, since no matmul reads them.
+    Of experts they are those that the token chooses. Biases and norms are left out, since no matmul reads them.
     """
-    query = model.embed * model.heads * model.head_size
-    key_value = 2 * model.embed * model.key_value_heads * model.head_size
-    arrays = 3 if model.traits.gated else 2
-    if model.traits.routed:
-        active = model.experts_per_token + model.shared_experts
-        mlp = arrays * model.embed * model.expert_size * active + model.embed * model.experts
-    else:
-        mlp = arrays * model.embed * model.mlp_size
-    return 2 * query + key_value + mlp
+    return sum(matmul.elements_of_token for matmul in matmuls_of(model).values())
 
 
 def mfu(tokens_per_second: float, flops: int | None, devices: int, peak: float | None) -> float | None:

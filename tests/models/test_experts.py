@@ -27,7 +27,7 @@ def config_of(**knobs) -> ModelConfig:
 
 def shapes(config: ModelConfig, layout: Layout) -> Experts:
     """The layer with shapes in the place of arrays."""
-    return nnx.eval_shape(lambda: Experts(config, layout, nnx.Rngs(params=0), 0.02))
+    return nnx.eval_shape(lambda: Experts(config, layout, nnx.Rngs(params=0)))
 
 
 def drawn(config: ModelConfig, layout: Layout, dtype=np.float64):

@@ -45,7 +45,7 @@ def cost(experts: int, per_token: int) -> Cost:
     )
     mesh = cpu_mesh("1x1x1")
     layout = Layout.on(mesh)
-    layer = nnx.eval_shape(lambda: Experts(config, layout, nnx.Rngs(params=0), out_scale=0.02))
+    layer = nnx.eval_shape(lambda: Experts(config, layout, nnx.Rngs(params=0)))
     graph, state = nnx.split(layer)
     weights = nnx.to_pure_dict(state)
     x = jax.ShapeDtypeStruct((1, TOKENS, config.embed), jnp.float32)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from jaxdist.config import Config, ModelConfig
+from jaxdist.config.matmuls import matmuls_of
 from jaxdist.output.units import closest, divisors, multiples, remedy, to
 from jaxdist.request.checks.registry import check
 
@@ -15,19 +16,13 @@ MOST_PARAMETERS = 2**44
 
 def decoder_parameters(model: ModelConfig) -> int:
     """Return the number of parameters of a decoder, without biases and norms, which are few."""
-    # Queries and the output projection have all heads; keys and values have fewer with grouped-query attention.
-    attention = 2 * model.embed * model.head_size * (model.heads + model.key_value_heads)
     # An untied model has a second table as its output projection.
     table_rows = model.vocab if model.tied else 2 * model.vocab
     if not model.traits.rotary:
         # A table of learned positions.
         table_rows += model.position_rows
-    matrices = 3 if model.traits.gated else 2
-    mlp = matrices * model.embed * model.mlp_size
-    if model.traits.routed:
-        expert = matrices * model.embed * model.expert_size
-        mlp = (model.experts + model.shared_experts) * expert + model.experts * model.embed
-    return model.layers * (attention + mlp) + table_rows * model.embed
+    layer = sum(matmul.elements for matmul in matmuls_of(model).values())
+    return model.layers * layer + table_rows * model.embed
 
 
 SIZES = ("layers", "embed", "heads", "head_dim", "kv_heads", "mlp", "vocab", "sequence", "positions")
