@@ -1,0 +1,68 @@
+"""The rows that describe a layer's weights, against the parameters of the models themselves."""
+
+import jax
+import pytest
+
+from jaxdist import models
+from jaxdist.config import ModelConfig
+from jaxdist.config.matmuls import matmuls_of
+from jaxdist.planning.timing import flops_per_token
+from jaxdist.request import load
+from jaxdist.request.reading import SHIPPED
+from jaxdist.sharding import name_of
+
+FLOPS = {
+    "gpt2_124m": 798_031_872,
+    "gpt_tiny": 6_684_672,
+    "llama2_7b": 42_863_689_728,
+    "llama31_70b": 449_222_541_312,
+    "llama31_8b": 51_470_401_536,
+    "llama32_1b": 8_219_787_264,
+    "llama32_3b": 21_389_377_536,
+    "llama_1b": 8_219_787_264,
+    "llama_3b": 21_389_377_536,
+    "llama_70b": 449_222_541_312,
+    "llama_8b": 51_470_401_536,
+    "mistral_7b": 47_494_201_344,
+    "mixtral_8x7b": 79_712_747_520,
+    "moe_tiny": 5_529_600,
+    "olmoe_1b_7b": 7_878_475_776,
+    "qwen25_05b": 3_492_249_600,
+    "qwen25_7b": 44_887_965_696,
+    "qwen3_06b": 4_985_192_448,
+    "qwen3_30b_a3b": 23_081_779_200,
+    "qwen3_4b": 27_757_510_656,
+    "qwen3_8b": 49_032_462_336,
+    "smollm2_135m": 1_019_215_872,
+    "smollm2_17b": 10_871_635_968,
+    "tinyllama_11b": 6_760_169_472,
+}
+"""FLOPs of a token in each shipped decoder."""
+
+TINY = dict(layers=2, embed=32, heads=4, vocab=96, sequence=16)
+
+KINDS = {
+    "gpt": dict(family="gpt"),
+    "llama": dict(family="llama", qk_norm="full"),
+    "grouped": dict(family="llama", kv_heads=2, head_dim=12, qkv_bias=True, qk_norm="head"),
+    "routed": dict(family="moe", kv_heads=1, expert_mlp=24, shared_experts=3),
+}
+
+NO_MATRICES = ("norm", "_bias", "balance", "meter")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_matrix_and_bias_of_a_layer_has_a_row(kind):
+    config = ModelConfig(**TINY, **KINDS[kind])
+    matmuls = matmuls_of(config)
+    blocks = models.build(config).abstract["blocks"]
+    layer = {name_of(path): leaf.shape[1:] for path, leaf in jax.tree.leaves_with_path(blocks)}
+    matrices = {name: shape for name, shape in layer.items() if not any(word in name for word in NO_MATRICES)}
+    biases = {name: shape for name, shape in layer.items() if name.endswith("_bias")}
+    assert matrices == {path: matmul.shape for path, matmul in matmuls.items()}
+    assert biases == {f"{path}_bias": matmul.bias_shape for path, matmul in matmuls.items() if matmul.bias}
+
+
+def test_the_shipped_decoders_have_the_flops_that_they_had():
+    decoders = {name: load(name, {}).model for name in SHIPPED}
+    assert {name: flops_per_token(model) for name, model in decoders.items() if not model.images} == FLOPS
