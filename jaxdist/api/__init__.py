@@ -196,7 +196,7 @@ class Parallel:
         if even < rows and self._step.forward.stages is not None:
             near = f"{even} or {even + ranks}" if even else ranks
             raise ValueError(f"{rows} rows do not divide by the {ranks} parts of a batch; give {near}")
-        parts = []
+        parts: list[tuple[slice, tuple[str | None, ...]]] = []
         if even:
             parts.append((slice(0, even), (None, BATCH)))
         if even < rows:

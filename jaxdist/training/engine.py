@@ -22,7 +22,7 @@ class Sums(NamedTuple):
     """What the evaluation of a batch returns, on the host."""
 
     loss: np.ndarray
-    count: np.ndarray
+    divisor: np.ndarray
     """The number that the sums are divided by."""
     further: dict[str, np.ndarray]
 
@@ -116,7 +116,7 @@ def means(batches: Iterable[Sums]) -> tuple[dict[str, float], int]:
     """Return the mean loss and the further means over several batches, and the number that the sums were divided by."""
     sums = list(batches)
     # Sums are divided once, at the end: batches with fewer labels weigh less.
-    count = sum(one.count for one in sums)
+    count = sum(one.divisor for one in sums)
     found = {"loss": float(sum(one.loss for one in sums) / count)}
     for name in sums[0].further:
         found[name] = float(sum(one.further[name] for one in sums) / count)
