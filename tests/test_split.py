@@ -1,15 +1,20 @@
 """What follows from a configuration and a mesh, against what the layouts, stages and schedules say of themselves."""
 
+from collections import Counter
 from typing import get_args
 
 import numpy as np
 import pytest
 
+from jaxdist import models, train
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RequestError, TrainConfig
-from jaxdist.mesh import AXES, PIPELINE, abstract_mesh, parse_mesh
+from jaxdist.mesh import AXES, PIPELINE, _parsed, abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split, own_heads, own_rows, own_tokens, saved_by_layer
 from jaxdist.parallel.pipeline.schedules import make
+from jaxdist.planning import sharded_model
+from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.search.estimate import estimate
 from jaxdist.request import check_mesh_fits
 from jaxdist.sharding import SEQUENCE, Layout
 
@@ -111,3 +116,40 @@ def test_another_mesh_is_another_split():
     assert not first.on(context=1).ring
     with pytest.raises(RequestError):
         check_mesh_fits(first.on(context=7))
+
+
+def counted(monkeypatch, *functions) -> Counter:
+    """How often each of these functions is called, by name; a function is given as (where it stands, its name)."""
+    calls: Counter = Counter()
+
+    def watch(place, name):
+        whole = getattr(place, name)
+
+        def call(*args, **options):
+            calls[name] += 1
+            return whole(*args, **options)
+
+        monkeypatch.setattr(place, name, call)
+
+    for place, name in functions:
+        watch(place, name)
+    return calls
+
+
+def test_a_request_is_split_once_as_it_is_written_and_once_on_its_devices(monkeypatch, capsys):
+    calls = counted(monkeypatch, (Split, "__init__"), (sharded_model, "lay_out"), (sharded_model, "pipeline_of"))
+    _parsed.cache_clear()
+    asked = ["llama_8b", "--mesh", "data=4,model=4,pipeline=2", "--dry-run", "--target", "h100"]
+    assert train.main(asked) == 0
+    assert "GiB per device predicted" in capsys.readouterr().out
+    assert _parsed.cache_info().misses == 1
+    assert calls["__init__"] == 2
+    assert (calls["lay_out"], calls["pipeline_of"]) == (1, 1)
+
+
+def test_a_candidate_of_a_search_is_split_and_laid_out_once(monkeypatch):
+    asked = Config(mesh="data=2,model=2,pipeline=2", precision="bfloat16", train=TrainConfig(global_batch_size=64))
+    model = models.build(asked.model)
+    calls = counted(monkeypatch, (Split, "__init__"), (sharded_model, "lay_out"), (sharded_model, "pipeline_of"))
+    estimate(asked, model, cluster("h100-ndr"))
+    assert calls == {"__init__": 1, "lay_out": 1, "pipeline_of": 1}

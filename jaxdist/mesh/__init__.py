@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from jaxdist.config import RequestError, nearest
@@ -70,6 +71,12 @@ def parse_mesh(text: str) -> MeshShape:
 
     Raises `RequestError` with every mistake in the text, one sentence each.
     """
+    return dict(_parsed(text))
+
+
+@lru_cache
+def _parsed(text: str) -> MeshShape:
+    """Return what `parse_mesh` does; a request has one text, which many of its checks ask about."""
     if text == AUTO:
         raise RequestError(
             f"mesh '{AUTO}' is valid for train only; write a mesh, such as one that python -m jaxdist.plan proposes"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxdist.config import ModelConfig
 from jaxdist.mesh.context import WIDE, Heads, ulysses_elements
+from jaxdist.mesh.split import own_heads
 from jaxdist.models import ring_blocks
 from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows, effective_window
 from jaxdist.models.loss import chunk_rows
@@ -44,8 +45,7 @@ def _widths(m: ModelConfig, layout: Layout, mlps: int) -> _Widths:
     """Return the widths of a layer; `mlps` arrays of the MLP's hidden width count as one."""
     size = m.head_size
     heads = m.heads // layout.parts("heads")
-    # Every device holds at least one key/value head (grouped-query attention).
-    key_value_heads = max(1, m.key_value_heads // layout.parts("heads"))
+    key_value_heads = own_heads(m.key_value_heads, layout.parts("heads"))
     mlp = m.mlp_size
     exchanged = 0
     if layout.parts(SEQUENCE) > 1 and not layout.zigzag:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, ZERO_AXES, abstract_mesh
 from jaxdist.mesh.context import ulysses_elements
-from jaxdist.mesh.split import Split
+from jaxdist.mesh.split import Split, own_heads, saved_by_layer
 from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import Times
@@ -179,12 +179,12 @@ class Screen(Sizes):
 
     def _saved_by(self) -> Column:
         """Return the index in `SAVED` of what the forward pass of each candidate saves."""
-        # Without activation checkpointing, ZeRO 2 and 3 and pipelines save only the named values of a layer.
-        only_named = (self.columns["zero"] >= 2) | self.staged
-        without_remat = np.where(only_named, SAVED.index("named"), SAVED.index("none"))
-        # While a stage is recomputed, its layers save what they save without activation checkpointing.
-        all_saved = self._remat("none") | (self.staged & self._remat("stage"))
-        return np.where(all_saved, without_remat, self.columns["remat"])
+
+        def index(remat: int, zero: int, pipelined: int) -> int:
+            return SAVED.index(saved_by_layer(REMATS[remat], zero, bool(pipelined)))
+
+        c = self.columns
+        return map_distinct(index, c["remat"], c["zero"], self.staged.astype(int)).astype(int)
 
     def _gradients_after_loss(self) -> Column:
         """Return the bytes of gradients that do not exist yet during the loss: the backward pass makes them."""
@@ -278,7 +278,7 @@ class Screen(Sizes):
         c = self.columns
         m = self.config.model
         attention = attention_seconds(self.config, self.cluster, self.tokens, c[MODEL], ring=True)
-        keys = self.tokens * np.maximum(1, m.key_value_heads // c[MODEL]) * m.head_size
+        keys = self.tokens * own_heads(m.key_value_heads, c[MODEL]) * m.head_size
 
         def send(width: int) -> Column:
             # Keys and values are an array each.

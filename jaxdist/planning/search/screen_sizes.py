@@ -12,7 +12,7 @@ import numpy as np
 from jaxdist.config import Config, lora
 from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA
 from jaxdist.mesh.crossing import asked
-from jaxdist.mesh.split import compute_width
+from jaxdist.mesh.split import compute_width, own_rows, own_tokens
 from jaxdist.models import Model, parameters
 from jaxdist.parallel.crossing import Crossing, with_replicas
 from jaxdist.parallel.pipeline.stages import BLOCKS
@@ -162,13 +162,13 @@ class Sizes:
     @cached_property
     def rows(self) -> Column:
         """The rows of a micro-batch on one device."""
-        parts = self.columns["micro"] * self.columns[REPLICA] * self.columns[DATA] * self.columns[EXPERT]
-        return self.config.train.global_batch_size // parts
+        ranks = self.columns[REPLICA] * self.columns[DATA] * self.columns[EXPERT]
+        return own_rows(self.config.train.global_batch_size, self.columns["micro"], ranks)
 
     @cached_property
     def tokens(self) -> Column:
         """The tokens of a micro-batch on one device."""
-        return self.rows * self.config.model.sequence // self.columns[CONTEXT]
+        return own_tokens(self.rows, self.config.model.sequence, self.columns[CONTEXT])
 
     @property
     def width(self) -> int:
