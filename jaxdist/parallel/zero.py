@@ -228,7 +228,7 @@ class Placement:
         `sink` has the shape of the parameter and lies as it does at rest; its values are not read. Differentiating
         with respect to sinks instead of weights reduces each gradient at the point where it is made.
         """
-        return with_sink(self, w, sink)
+        return with_sink(self.reduce, w, sink)
 
     def partial_sums(self, w: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return zeros for gradient accumulation of a weight in use: f32 at least, each device its own."""
