@@ -190,7 +190,7 @@ def _check_used(request: Request) -> None:
 
 def _check_adapter(config: Config, target: str) -> None:
     """Raise `RequestError` where --adapter has nothing to write, or nowhere to write it to."""
-    if not config.model.lora_rank:
+    if not config.model.frozen:
         raise RequestError(
             f"--adapter is for the adapters of a LoRA run, and the run in '{config.folder}' has none; leave it out to "
             f"export its weights"

@@ -149,6 +149,21 @@ class ModelConfig(Section):
         return not self.traits.text
 
     @property
+    def frozen(self) -> bool:
+        """Whether the model's own weights stay as they are: only what stands beside them is trained."""
+        return self.lora_rank > 0
+
+    @property
+    def dtype_at_rest(self) -> str:
+        """The dtype of the model's own weights between steps."""
+        return self.lora_base if self.frozen else "float32"
+
+    @property
+    def drops(self) -> bool:
+        """Whether a step of training draws masks of dropout."""
+        return self.dropout > 0 or self.lora_dropout > 0
+
+    @property
     def all_rows_at_once(self) -> bool:
         """Whether the loss sees all rows of a micro-batch at once, so that the compiler reduces gradients.
 

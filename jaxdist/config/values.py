@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from jaxdist.config import lora, rope_scaling
+from jaxdist.config import lora_targets, rope_scaling
 
 LONGEST_PATH = 4000
 """Bytes of the longest path. Linux accepts 4,095, and the files of a run have names of their own below its folder."""
@@ -129,7 +129,7 @@ def _not_one_bit(value: object) -> object:
 
 def _lora_targets(text: str) -> str:
     try:
-        lora.parse(text)
+        lora_targets.parse(text)
     except ValueError as problem:
         raise PydanticCustomError("lora_targets", str(problem)) from None
     return text
@@ -222,7 +222,7 @@ FractionFloat32 = Annotated[float, Field(ge=0, lt=1), AfterValidator(_float32_be
 Resume = Annotated[str, AfterValidator(_auto_never_or_step), Suggested(["auto", "never"])]
 Checkpoint = Annotated[str, AfterValidator(_latest_best_or_step), Suggested(["latest", "best"])]
 RopeScalingText = Annotated[str, AfterValidator(_rope_scaling), Suggested(["none", "linear", "llama3", "yarn"])]
-LoraTargets = Annotated[str, AfterValidator(_lora_targets), Suggested(lora.TARGETS)]
+LoraTargets = Annotated[str, AfterValidator(_lora_targets), Suggested(lora_targets.TARGETS)]
 GradientCompression = Annotated[
     Literal["exact", "bfloat16", "int8", "topk-int8", "powersgd"], BeforeValidator(_not_one_bit)
 ]

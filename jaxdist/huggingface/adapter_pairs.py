@@ -32,7 +32,7 @@ class PairPlace:
     """One pair of a run."""
 
     target: str
-    """Its name among `lora.TARGETS`."""
+    """Its name among `lora_targets.TARGETS`."""
     leaf: Leaf
     """The weight that it stands beside."""
     inputs: int

@@ -279,7 +279,7 @@ class Rounds(Crossing):
                 f"{given}, but the {statistics} of model.family {model.family} would be another on each replica, and "
                 f"only weights are averaged; set train.local_steps to 0"
             )
-        if model.lora_rank:
+        if model.frozen:
             yield (
                 f"{given}, which hands replicas all parameters, and model.lora_rank {model.lora_rank} freezes most of "
                 f"them; set train.local_steps to 0, or model.lora_rank to 0"

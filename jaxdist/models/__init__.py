@@ -12,8 +12,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from jaxdist.config import ModelConfig, lora
+from jaxdist.config import ModelConfig
 from jaxdist.config.matmuls import matmuls_of
+from jaxdist.config.trained import trained
 from jaxdist.models import images
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.decoding import Attend, block_with
@@ -106,10 +107,14 @@ ModelT = TypeVar("ModelT", bound=Model | Foreign)
 """The kind of model that a forward pass or a task is for."""
 
 
-def describe(make: Callable[[nnx.Rngs], Decoder], base: DTypeLike = jnp.float32) -> Model:
+def describe(
+    make: Callable[[nnx.Rngs], Decoder],
+    dtype: DTypeLike = jnp.float32,
+    trained: Callable[[str], bool] | None = None,
+) -> Model:
     """Describe the module that `make` builds; runs no computation and touches no device.
 
-    `base` is the dtype at rest of the parameters beside which it has adapters.
+    `dtype` is that of its parameters at rest. Where only some are `trained`, these are f32, as those that are exact.
     """
     module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0, adapters=0)))
     graph, state = nnx.split(module)
@@ -119,19 +124,18 @@ def describe(make: Callable[[nnx.Rngs], Decoder], base: DTypeLike = jnp.float32)
         make,
         graph,
         nnx.graphdef(module.blocks),
-        _at_rest(nnx.to_pure_dict(state), base, exact),
+        _at_rest(nnx.to_pure_dict(state), dtype, lambda name: name in exact or bool(trained and trained(name))),
         nnx.to_pure_dict(axes),
         _marked(state, "forward_only"),
         exact,
     )
 
 
-def _at_rest(abstract: Params, base: DTypeLike, exact: frozenset[str]) -> Params:
-    """Return the shapes with the dtypes that parameters have between steps."""
+def _at_rest(abstract: Params, dtype: DTypeLike, stays: Callable[[str], bool]) -> Params:
+    """Return the shapes with the dtypes that parameters have between steps: `dtype`, or f32 for those that `stay`."""
 
     def of(path: tuple[Any, ...], a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        name = name_of(path)
-        return a if name in exact or lora.is_adapter(name) else jax.ShapeDtypeStruct(a.shape, base)
+        return a if stays(name_of(path)) else jax.ShapeDtypeStruct(a.shape, dtype)
 
     return jax.tree.map_with_path(of, abstract)
 
@@ -158,8 +162,7 @@ def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model | Foreign:
 
 def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
     """Build the decoder that `config` asks for, laid out by `layout`."""
-    base = jnp.dtype(config.lora_base if config.lora_rank else "float32")
-    return describe(lambda rngs: DECODERS[config.family](config, layout, rngs), base)
+    return describe(lambda rngs: DECODERS[config.family](config, layout, rngs), config.dtype_at_rest, trained(config))
 
 
 def parameters(model: Model | Foreign) -> int:

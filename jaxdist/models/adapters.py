@@ -23,6 +23,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxdist.config import ModelConfig, lora
+from jaxdist.config.lora_targets import ATTENTION, MLP, TARGETS
 from jaxdist.models.dropout import dropped, masks
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.parameters import constant, normal
@@ -61,7 +62,7 @@ class LowRank(nnx.Module):
         self.dims = shape.dims
         self.scale = lora.scale(config)
         self.rate = config.lora_dropout
-        self.site = FIRST_SITE + lora.TARGETS.index(target)
+        self.site = FIRST_SITE + TARGETS.index(target)
         self.whole = shape.inputs
         # The variance of PEFT's initial A, which is uniform.
         deviation = (3 * math.prod(shape.inputs)) ** -0.5
@@ -152,7 +153,7 @@ class Adapters(nnx.Module):
 
 def attention_adapters(config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> Adapters | None:
     """Return the adapters of attention; None where none of its weights has one."""
-    if not set(lora.ATTENTION) & set(lora.adapted(config)):
+    if not set(ATTENTION) & set(lora.adapted(config)):
         return None
     size = config.head_size
     group = config.heads // config.key_value_heads
@@ -174,7 +175,7 @@ def attention_adapters(config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> A
 
 def mlp_adapters(config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> Adapters | None:
     """Return the adapters of an MLP; None where none of its weights has one."""
-    if not set(lora.MLP) & set(lora.adapted(config)):
+    if not set(MLP) & set(lora.adapted(config)):
         return None
     width = config.mlp_size
     embed = (config.embed,)

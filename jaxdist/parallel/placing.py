@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax import P
 
-from jaxdist.config import lora
+from jaxdist.config.trained import trained
 from jaxdist.mesh import REPLICA, ZERO_AXES
 from jaxdist.mesh.split import Split
 from jaxdist.parallel import heads
@@ -47,7 +47,7 @@ class ZeroOptions:
             # PipeDream updates within its region, stage by stage.
             defers=split.flush,
             summed=not model.all_rows_at_once,
-            wrt=lora.trained(model),
+            wrt=trained(model),
         )
 
 

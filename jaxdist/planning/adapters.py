@@ -16,12 +16,12 @@ WHOLE_BLOCK = ("block", "stage", "offload")
 
 def learns_tables(config: Config) -> bool:
     """Return whether what stands outside of the layers is trained, so that looked-up vectors have gradients."""
-    return not config.model.lora_rank
+    return not config.model.frozen
 
 
 def learns_columns(config: Config, logical: str) -> bool:
     """Return whether the residual stream enters trained weights along `logical`, whose gradients need it again."""
-    return not config.model.lora_rank or bool(set(COLUMNS[logical]) & set(lora.adapted(config.model)))
+    return not config.model.frozen or bool(set(COLUMNS[logical]) & set(lora.adapted(config.model)))
 
 
 def enters_again(config: Config, logical: str) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxdist.config import ModelConfig, lora
+from jaxdist.config import ModelConfig
+from jaxdist.config.trained import trained_beside
 from jaxdist.mesh import EXPERT
 from jaxdist.mesh.split import Split
 from jaxdist.models import Model, active_parameters, parameters
@@ -21,11 +22,11 @@ def model_size(config: ModelConfig, model: Model | Foreign) -> str:
     text = f"{count:,} parameters"
     if config.traits.routed and isinstance(model, Model):
         text += f", {active_parameters(model, config):,} of them active for a token"
-    if config.lora_rank:
-        adapters = config.layers * lora.parameters_per_layer(config)
+    if config.frozen:
+        beside = config.layers * trained_beside(config)
         text += (
-            f"; LoRA of rank {config.lora_rank} trains {adapters:,} of them ({adapters / count:.2%}), beside a base in "
-            f"{config.lora_base}"
+            f"; LoRA of rank {config.lora_rank} trains {beside:,} of them ({beside / count:.2%}), beside a base in "
+            f"{config.dtype_at_rest}"
         )
     return text
 

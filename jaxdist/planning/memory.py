@@ -233,7 +233,7 @@ def _batch_of_tokens(split: Split) -> int:
     sizes = split.config.model
     # Tokens, labels and, where documents are kept apart, the starts of documents; dropout needs the row's number.
     arrays = 3 if sizes.documents == "apart" else 2
-    numbers = int(sizes.dropout > 0 or sizes.lora_dropout > 0)
+    numbers = int(sizes.drops)
     return 4 * split.rows * split.micro_batches * (arrays * split.length + numbers)
 
 

@@ -117,7 +117,7 @@ def in_flight(sharded: ShardedModel, pipe: Pipeline) -> int:
     saved = stream if pipe.recomputes else _saved_by_chunk(sharded, pipe)
     # Tokens, labels and, where documents are kept apart, the starts of documents; dropout needs two words of keys.
     arrays = 3 if sizes.documents == "apart" else 2
-    keys = 2 if sizes.dropout or sizes.lora_dropout else 0
+    keys = 2 if sizes.drops else 0
     batch = F32 * split.rows * (arrays * split.length + keys)
     # The batch's number and count of tokens, its loss, and the square of its gradient's norm.
     numbers = 4 * F32

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from jaxdist.config import ModelConfig, lora
+from jaxdist.config import ModelConfig
 from jaxdist.config.matmuls import matmuls_of
+from jaxdist.config.trained import trained_beside
 
 
 def flops_per_token(model: ModelConfig) -> int:
@@ -14,9 +15,9 @@ def flops_per_token(model: ModelConfig) -> int:
     have no gradient, and count 4 times.
     """
     matrices = model.layers * matrices_per_layer(model) + model.vocab * model.embed
-    adapters = model.layers * lora.parameters_per_layer(model)
+    beside = model.layers * trained_beside(model)
     attention = round(3 * model.layers * attention_flops_per_token(model))
-    return flops_per_parameter(model) * matrices + 6 * adapters + attention
+    return flops_per_parameter(model) * matrices + 6 * beside + attention
 
 
 def flops_of_padding(model: ModelConfig, padding: float) -> int:
@@ -27,7 +28,7 @@ def flops_of_padding(model: ModelConfig, padding: float) -> int:
 
 def flops_per_parameter(model: ModelConfig) -> int:
     """Return the FLOPs of a token with each parameter of a matrix: 2 forward, 2 for the input, 2 for a gradient."""
-    return 4 if model.lora_rank else 6
+    return 4 if model.frozen else 6
 
 
 def flops_formula(model: ModelConfig) -> str:
@@ -44,7 +45,7 @@ def flops_formula(model: ModelConfig) -> str:
         matrices = (
             f"active matrix parameters (output table included, {model.experts_per_token} of {model.experts} experts)"
         )
-    times = f"4 x frozen {matrices} + 6 x adapters" if model.lora_rank else f"6 x {matrices}"
+    times = f"4 x frozen {matrices} + 6 x adapters" if model.frozen else f"6 x {matrices}"
     return f"{times} + 6 x layers x {tokens} x {width} ({kind})"
 
 

@@ -118,7 +118,7 @@ def read(
 def batch_note(config: str | None, result: Config, overrides: Mapping[str, str]) -> str:
     """Return a sentence where the batch of a shipped configuration is not taken for adapters; else nothing."""
     name = "train.global_batch_size"
-    if not _is_shipped(config) or name in overrides or not result.model.lora_rank:
+    if not _is_shipped(config) or name in overrides or not result.model.frozen:
         return ""
     shipped, source = _read_config(config)
     theirs = source.values.get(name)

@@ -53,7 +53,7 @@ def differing(old: Config, new: Config) -> list[str]:
         free.add(STEPS)
     if _warmup_is_derived(old) and _warmup_is_derived(new):
         free.add(WARMUP)
-    if new.model.lora_rank and new.init_from:
+    if new.model.frozen and new.init_from:
         # The base may have moved: it is known again by its digest.
         free.add("init_from")
         if (old.data.tokenizer, new.data.tokenizer) == (old.init_from, new.init_from):

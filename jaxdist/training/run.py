@@ -173,7 +173,7 @@ class Run:
             keep=config.precision == "mixed",
             offload=config.parallel.offload == "optimizer",
             crossing=self.crossing,
-            saves_frozen=not config.model.lora_rank,
+            saves_frozen=not config.model.frozen,
         )
 
     def update_rule(self, decay: Params) -> optax.GradientTransformation:

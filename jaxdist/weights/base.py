@@ -116,7 +116,7 @@ def base_for(config: Config, facts: Mapping[str, Any] | None, resumes: bool = Fa
     that `resumes` may name by `init_from` where its base is now; other commands look there if the base is not where it
     was. Raises `RequestError` for another base, or where it is missing.
     """
-    if not config.model.lora_rank:
+    if not config.model.frozen:
         return NoBase()
     assert config.init_from, "a check has refused a LoRA run without a base"
     if facts is None:

@@ -35,13 +35,13 @@ def from_run(path: Path, config: Config) -> Config:
     """
     source, _ = checkpoint_of(path)
     theirs = source.model()
-    if theirs.lora_rank:
+    if theirs.frozen:
         raise RequestError(
             f"init_from {path} is a LoRA run, whose checkpoints hold adapters alone; merge them into the "
             f"weights by: jaxdist checkpoints {source.path} --export FOLDER/, and begin with that folder"
         )
     if is_upcycled(config.model, theirs):
-        if config.model.lora_rank:
+        if config.model.frozen:
             raise RequestError(
                 f"init_from {path} is a dense run, of which model.family {config.model.family} would make new "
                 f"experts, and model.lora_rank {config.model.lora_rank} freezes them; set model.lora_rank to 0"

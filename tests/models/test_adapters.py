@@ -11,8 +11,9 @@ from flax import nnx
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from jaxdist import models
-from jaxdist.config import ModelConfig, lora
+from jaxdist.config import ModelConfig, lora, lora_targets
 from jaxdist.models.adapters import LowRank, Shape
+from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.sharding import ONE_DEVICE, SHARED, Layout, named
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.step import Step
@@ -189,7 +190,7 @@ SHAPES = {
 def test_a_pair_is_split_as_its_weight_is(family, target):
     """Columns by B, rows by A; the rank of the other half, which all have, says along what that is summed."""
     config = adapted(family)
-    part = "attention" if target in lora.ATTENTION else "mlp"
+    part = "attention" if target in lora_targets.ATTENTION else "mlp"
     shapes = {name: leaf.shape for name, leaf in named(models.build(config).abstract).items()}
     axes = axes_of(config)
     path = f"blocks.{part}.lora.{target}"
@@ -206,9 +207,9 @@ def test_a_pair_is_split_as_its_weight_is(family, target):
 @pytest.mark.parametrize(
     ("family", "targets", "wanted"),
     [
-        ("llama", "", lora.TARGETS),
+        ("llama", "", lora_targets.TARGETS),
         ("gpt", "", ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
-        ("moe", "", lora.ATTENTION),
+        ("moe", "", lora_targets.ATTENTION),
         ("llama", "down_proj, q_proj", ("q_proj", "down_proj")),
         ("gpt", "k_proj", ("k_proj",)),
     ],
@@ -234,7 +235,7 @@ def test_without_a_rank_nothing_is_added():
 def test_what_gets_no_adapter_is_named(text, why):
     word = text.split(",")[-1]
     with pytest.raises(ValueError, match=f"'{word}' gets no adapter.*{why}"):
-        lora.parse(text)
+        lora_targets.parse(text)
 
 
 @pytest.mark.parametrize(("rank", "alpha", "wanted"), [(4, 0.0, 2.0), (3, 0.0, 2.0), (4, 6.0, 1.5), (8, 8.0, 1.0)])
@@ -260,7 +261,7 @@ def test_dropout_keeps_the_mean_and_draws_for_each_row_position_and_target(one_d
     keys = jax.random.split(jax.random.key(0), len(x))
     left = {}
     for target in ("up_proj", "gate_proj"):
-        left[target] = np.asarray(pair_of_ones(one_device, target)(x, keys))
+        left[target] = np.asarray(pair_of_ones(one_device, target)(x, BlockInputs(keys)))
     for values in left.values():
         assert set(np.unique(values)) == {0, np.float32(1 / (1 - RATE))}
         assert values.mean() == pytest.approx(1, abs=0.05)
@@ -270,7 +271,7 @@ def test_dropout_keeps_the_mean_and_draws_for_each_row_position_and_target(one_d
 
 def test_no_keys_no_dropout(one_device):
     x = jax.random.normal(jax.random.key(0), (2, 3, WIDTH))
-    np.testing.assert_allclose(pair_of_ones(one_device, "up_proj")(x, None), x, rtol=1e-6)
+    np.testing.assert_allclose(pair_of_ones(one_device, "up_proj")(x, NO_INPUTS), x, rtol=1e-6)
 
 
 def draws(program: Jaxpr) -> int:
@@ -286,12 +287,12 @@ def test_dropout_is_drawn_once_for_each_target(family, one_device):
     model = models.build(config, one_device)
     layer = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), model.abstract["blocks"])
     keys = jax.random.split(jax.random.key(0), 2)
-    program = jax.make_jaxpr(model.block)(layer, jnp.zeros((2, config.sequence, config.embed)), keys)
+    program = jax.make_jaxpr(model.block)(layer, jnp.zeros((2, config.sequence, config.embed)), BlockInputs(keys))
     assert draws(program.jaxpr) == len(lora.adapted(config))
 
 
 def test_no_target_draws_where_the_model_itself_does():
     """Places 0 and 1 of a layer are those of its two branches."""
-    sites = [pair_of_ones(ONE_DEVICE, target).site for target in lora.TARGETS]
+    sites = [pair_of_ones(ONE_DEVICE, target).site for target in lora_targets.TARGETS]
     assert len(set(sites)) == len(sites)
     assert min(sites) >= 2

@@ -8,6 +8,7 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import FAMILIES, ModelConfig
+from jaxdist.models.inputs import BlockInputs
 from jaxdist.request.checks.model import decoder_parameters
 
 SIZES = dict(layers=2, embed=32, heads=4, vocab=96, sequence=16)
@@ -37,5 +38,5 @@ def test_dropout_is_drawn_where_the_traits_say_so(family, one_device):
     model = models.build(ModelConfig(family=family, dropout=0.5, **SIZES))
     layer = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), model.abstract["blocks"])
     keys = jax.random.split(jax.random.key(0), 3)
-    program = jax.make_jaxpr(model.block)(layer, jnp.zeros((3, 16, 32)), keys)
+    program = jax.make_jaxpr(model.block)(layer, jnp.zeros((3, 16, 32)), BlockInputs(keys))
     assert ("random_bits" in str(program)) == FAMILIES[family].dropout

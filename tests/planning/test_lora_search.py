@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import Config, ModelConfig, RequestError, lora
+from jaxdist.config.trained import trained_beside
 from jaxdist.models import build
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.expert_report import model_size
@@ -34,13 +35,13 @@ def test_adapters_are_counted_as_the_model_has_them(family, targets):
     model = ModelConfig(family=family, **sizes)
     leaves = named(build(model).abstract)
     adapters = sum(leaf.size for name, leaf in leaves.items() if lora.is_adapter(name))
-    assert model.layers * lora.parameters_per_layer(model) == adapters > 0
+    assert model.layers * trained_beside(model) == adapters > 0
 
 
 def test_a_frozen_parameter_costs_4_flops_and_a_trained_one_6():
     whole = llama().model
     adapted = llama(**ADAPTED).model
-    adapters = adapted.layers * lora.parameters_per_layer(adapted)
+    adapters = adapted.layers * trained_beside(adapted)
     matrices = whole.layers * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336) + 128256 * 4096
     assert flops_per_token(whole) - flops_per_token(adapted) == 2 * matrices - 6 * adapters
     assert "LoRA of rank 16 trains 41,943,040 of them (0.52%), beside a base in bfloat16" in model_size(
@@ -95,5 +96,5 @@ def test_a_frozen_router_and_frozen_experts_have_no_gradients():
     assert flops_of_padding(adapted.model, 1.5) / flops_of_padding(whole.model, 1.5) == pytest.approx(4 / 6)
     times = dict(tokens=4096, parts=1, saved=0, stashed=0, recomputes_attention=False, recomputes_all=False)
     *_, of_weights = layer_times(adapted, CLUSTER, **times)
-    adapters = 2 * 4096 * lora.parameters_per_layer(adapted.model)
+    adapters = 2 * 4096 * trained_beside(adapted.model)
     assert of_weights == pytest.approx(adapters / matmul_rate(adapted, CLUSTER))

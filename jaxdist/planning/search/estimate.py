@@ -239,7 +239,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     exposed_seconds[DATA] += float(exposed(overlapping, lockstep, cluster))
 
     learned = held.parameters
-    if config.model.lora_rank:
+    if config.model.frozen:
         learned = sum(F32 * p.held for p in sharded.parameters if p.trained)
     # The third term is the gradients, which are as large as the parameters.
     updated = UPDATE * (learned + held.optimizer) + learned + held.copy
@@ -268,7 +268,7 @@ Number = TypeVar("Number", float, np.ndarray)
 
 def head_flops(m: ModelConfig, tokens: Number) -> Number:
     """Return the FLOPs of the matmul with the output table: forward, and backward for its operands that are trained."""
-    passes = 2 if m.lora_rank else 3
+    passes = 2 if m.frozen else 3
     return passes * 2 * tokens * m.vocab * m.embed
 
 
@@ -328,7 +328,7 @@ def layer_times(
     products = products + router
     inputs = inputs + router
     # A frozen router and frozen experts have no gradients.
-    if sizes.lora_rank:
+    if sizes.frozen:
         weights = weights + kept
     else:
         weights = weights + router + moved

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.config import Config, ModelConfig, lora
+from jaxdist.config import Config, ModelConfig
+from jaxdist.config.trained import trained_beside
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.expert_rows import rows_of_queue
 from jaxdist.planning.hardware import GPUS
@@ -39,7 +40,7 @@ def layer_products(
     Its experts are spread over `expert_ways` devices, each of which has as many `tokens`. Idle cores of the last wave
     count as working, and so do rows that pad the queues of experts. The three numbers are those of the forward pass, of
     the gradients of the inputs, and of the gradients of the weights. The router, which is not split, is not among them.
-    Frozen weights have no gradients, and adapters count as arithmetic alone: their matmuls are thin.
+    Frozen weights have no gradients, and what is trained beside them counts as arithmetic alone: its matmuls are thin.
     """
     query = m.heads * m.head_size / ways
     qkv = query * (1 + 2 * m.key_value_heads / m.heads)
@@ -54,9 +55,9 @@ def layer_products(
     forward = sum(2 * _whole_waves(p.rows, p.out, gpu, p.experts) * p.into for p in products)
     inputs = sum(2 * _whole_waves(p.rows, p.into, gpu, p.experts) * p.out for p in products)
     gradients = sum(2 * _whole_waves(p.into, p.out, gpu, p.experts) * p.rows for p in products)
-    if m.lora_rank:
-        of_adapters = 2 * tokens * lora.parameters_per_layer(m) / ways
-        return forward + of_adapters, inputs + of_adapters, of_adapters
+    if m.frozen:
+        beside = 2 * tokens * trained_beside(m) / ways
+        return forward + beside, inputs + beside, beside
     return forward, inputs, gradients
 
 

@@ -122,7 +122,7 @@ class Screen(Sizes):
         zero = self.columns["zero"]
         width = self.width
         precision: str = self.config.precision
-        if self.config.model.lora_rank:
+        if self.config.model.frozen:
             # Frozen weights, which are nearly all, lie in the compute dtype, or are cast in each step.
             precision = "float32" if self.bytes_of_frozen == width else "bfloat16"
         alone = self.columns["micro"] == 1

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.config import Config, lora
+from jaxdist.config import Config
+from jaxdist.config.trained import trained_beside
 from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA
 from jaxdist.mesh.crossing import asked
 from jaxdist.mesh.split import compute_width, own_rows, own_tokens
@@ -145,14 +146,14 @@ class Sizes:
     def trained(self) -> float:
         """The part of the parameters that are trained, which are spread as the frozen ones are."""
         model = self.config.model
-        if not model.lora_rank:
+        if not model.frozen:
             return 1.0
-        return model.layers * lora.parameters_per_layer(model) / parameters(self.model)
+        return model.layers * trained_beside(model) / parameters(self.model)
 
     @property
     def bytes_of_frozen(self) -> int:
         """The bytes of each number of a frozen parameter between steps."""
-        return jnp.dtype(self.config.model.lora_base).itemsize
+        return jnp.dtype(self.config.model.dtype_at_rest).itemsize
 
     @property
     def frozen_bytes(self) -> Column:

@@ -106,7 +106,7 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
             yield f"verify      {verification(first, base, name)}"
         else:
             yield f"verify      not possible: explain compiles for whole hosts of {compiled_for.per_host} {cluster.gpu}"
-    if not plan.config.model.lora_rank:
+    if not plan.config.model.frozen:
         yield f"run         {run_time(plan)}"
 
 
@@ -235,7 +235,7 @@ def changes(candidate: Estimate, base: Config) -> dict[str, str]:
 def command(candidate: Estimate, base: Config, name: str) -> str:
     """Return the command that trains the candidate; for adapters, BASE stands for weights that were not named."""
     config = candidate.config
-    begins = " --init-from BASE" if config.model.lora_rank and config.init_from is None else ""
+    begins = " --init-from BASE" if config.model.frozen and config.init_from is None else ""
     return f"python -m jaxdist.train {quote(name)}{begins} {_options(candidate, base)}"
 
 

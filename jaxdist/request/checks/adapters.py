@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxdist.config import Config, lora
+from jaxdist.config.lora_targets import parse
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import remedy
 from jaxdist.request.checks.mesh import fit
@@ -14,10 +15,10 @@ from jaxdist.request.checks.registry import check
 @check("model.family", "model.lora_rank", "model.lora_targets")
 def _targets(config: Config) -> Iterator[str]:
     model = config.model
-    if model.images or not model.lora_rank or not model.lora_targets:
+    if model.images or not model.frozen or not model.lora_targets:
         return
     possible = lora.targets_of(model)
-    wrong = [target for target in lora.parse(model.lora_targets) if target not in possible]
+    wrong = [target for target in parse(model.lora_targets) if target not in possible]
     if wrong:
         why = "has experts in its place, which stay as they are" if model.traits.routed else "has no such weight"
         yield (
@@ -42,7 +43,7 @@ def _rank(config: Config) -> Iterator[str]:
 def _adapters_in_pipedream(split: Split) -> Iterator[str]:
     config = split.config
     rank = config.model.lora_rank
-    if rank and not split.flush:
+    if config.model.frozen and not split.flush:
         yield (
             f"pipeline.schedule is pipedream, which keeps old versions of all weights, and model.lora_rank {rank} "
             f"freezes most of them; "

@@ -38,8 +38,7 @@ class ForwardOptions:
     @classmethod
     def of(cls, config: Config, dtype: DTypeLike) -> ForwardOptions:
         """Return what a configuration asks for, in this compute dtype."""
-        dropout = config.model.dropout > 0 or config.model.lora_dropout > 0
-        return cls(dtype, config.model.remat, dropout, config.train.seed)
+        return cls(dtype, config.model.remat, config.model.drops, config.train.seed)
 
 
 PLAIN = ForwardOptions()

@@ -1,0 +1,29 @@
+"""The names of the weights that can have a low-rank adapter, as PEFT calls them."""
+
+from __future__ import annotations
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+TARGETS = (*ATTENTION, *MLP)
+"""The weights that can have an adapter."""
+
+NEVER = {
+    "embed_tokens": "the embedding table is looked up, not multiplied",
+    "lm_head": "the output projection shares its rows with all ranks of a pipeline",
+    "gate": "routers and experts stay as they are",
+    "experts": "routers and experts stay as they are",
+}
+"""Weights that people ask for and that get no adapter, and why."""
+
+
+def parse(text: str) -> tuple[str, ...]:
+    """Return the targets that `text` lists, separated by commas, in the order of `TARGETS`; of "" all.
+
+    Raises `ValueError` for a word that is none.
+    """
+    words = [word.strip() for word in text.split(",")] if text else list(TARGETS)
+    for word in words:
+        if word not in TARGETS:
+            why = f" ({NEVER[word]})" if word in NEVER else ""
+            raise ValueError(f"'{word}' gets no adapter{why}; choose among {', '.join(TARGETS)}")
+    return tuple(target for target in TARGETS if target in words)

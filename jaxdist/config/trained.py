@@ -1,0 +1,25 @@
+"""Which parameters of a model are trained: all, or those that stand beside its frozen weights. No jax here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxdist.config import lora
+from jaxdist.config.matmuls import matmuls_of
+from jaxdist.config.model import ModelConfig
+
+
+def trained(config: ModelConfig) -> Callable[[str], bool] | None:
+    """Return which parameters a run trains, by the paths to them; None: all."""
+    return lora.is_adapter if config.frozen else None
+
+
+def trained_beside(config: ModelConfig) -> int:
+    """Return the parameters of a layer that stand beside its frozen weights: r times the ends of each adapted one."""
+    adapted = lora.adapted(config)
+    ends = 0
+    for matmul in matmuls_of(config).values():
+        for part in matmul.parts:
+            if matmul.adaptable and part.name in adapted:
+                ends += matmul.size(matmul.inputs) + matmul.size(part.outputs)
+    return config.lora_rank * ends
