@@ -97,6 +97,7 @@ def test_the_first_cell_is_the_line_that_the_message_names(committed):
     assert re.sub(r"\s+#.*", "", first) == 'import jax\n\njax.config.update("jax_num_cpu_devices", 4)'
 
 
+@pytest.mark.slow
 @needs_nbclient
 def test_it_runs_and_prints_what_it_shows(committed):
     ran = execute()

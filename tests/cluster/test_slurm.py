@@ -57,6 +57,7 @@ def test_more_nodes_than_there_are_are_refused_at_the_prompt(cluster, tmp_path):
     assert "#SBATCH --nodes=4" in cluster.run(PYTHON, "-m", "jaxdist.launch", *asked, "--nodes=4")
 
 
+@pytest.mark.slow
 def test_steps_inside_a_step_that_share_a_run_are_told_so(cluster, words):
     """Two tasks that each start a step of two: four processes, in two jobs that know nothing of each other."""
     inner = ["srun", "--overlap", "-N1", "-n2", PYTHON, *TRAIN, *words("--mesh=2x1x1")]

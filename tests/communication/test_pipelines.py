@@ -64,7 +64,7 @@ def moved(asked: Config) -> tuple[Run, list[Collective]]:
         return run, collectives(run.lower().compile().as_text(), run.mesh)
 
 
-@pytest.mark.parametrize(("mesh", "of"), [*thinned(ROWS, 8, first=2), *exhaustive(OTHERS)], ids=str)
+@pytest.mark.parametrize(("mesh", "of"), [*thinned(ROWS, 12, first=3), *exhaustive(OTHERS)], ids=str)
 def test_elements_are_those_of_the_program(mesh, of):
     run, found = moved(config(mesh, **of))
     predicted, counted = Counter(), Counter()

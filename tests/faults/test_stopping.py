@@ -80,7 +80,7 @@ def check_saved(folder, running, name: str) -> None:
 @pytest.mark.parametrize(
     ("processes", "number"),
     [
-        (1, signal.SIGTERM),
+        pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
         (2, signal.SIGINT),
         pytest.param(4, signal.SIGTERM, marks=pytest.mark.slow),
     ],

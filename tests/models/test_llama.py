@@ -87,7 +87,7 @@ ADDITIONS = {
 }
 
 
-@pytest.mark.parametrize("knobs", thinned(zip(ADDITIONS.values()), 2, first=1), ids=ADDITIONS)
+@pytest.mark.parametrize("knobs", thinned(zip(ADDITIONS.values()), 4, first=3), ids=ADDITIONS)
 def test_biases_norms_head_sizes_and_scaled_positions_are_the_papers(one_device, knobs):
     config = CONFIG.model_copy(update={"rope_theta": 100.0, **knobs})
     plain.assert_same(one_device, models.build(config, one_device), partial(reference, config), noise=0.1)

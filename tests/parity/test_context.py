@@ -20,7 +20,7 @@ from jaxdist.config import PipelineConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.parallel.crossing.codes import Int8
 from tests.parity import cases, test_experts
-from tests.tiers import exhaustive, thinned
+from tests.tiers import exhaustive
 
 MODELS = {
     "llama": cases.LLAMA,
@@ -148,7 +148,8 @@ def assert_equal(got: cases.Outcome, wanted: cases.Outcome, tolerance: float = 1
         cases.assert_equal(got, wanted, tolerance)
 
 
-@pytest.mark.parametrize("row", thinned(zip(ROWS), len(ROWS), first=1), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_equals_one_device(row):
     assert_equal(trained(row), one_device(row.model, ("apart", row.apart)))
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxdist.config import PipelineConfig
 from tests.parity import cases
-from tests.tiers import exhaustive, thinned
+from tests.tiers import exhaustive
 
 LLAMA3 = "llama3,factor=8,original=8"
 MODELS = {
@@ -84,9 +84,10 @@ def check(model: str, mesh: str, options: dict, remat: str, apart: bool) -> None
     cases.assert_equal(got, one_device(model, apart))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "options", "remat", "apart"),
-    thinned(ROWS, len(ROWS)),
+    ROWS,
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
 def test_equals_one_device(model, mesh, options, remat, apart):

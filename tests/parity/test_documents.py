@@ -7,7 +7,7 @@ import pytest
 from jaxdist.config import PipelineConfig
 from tests.parity import cases
 from tests.parity.test_parity import MODELS
-from tests.tiers import exhaustive, thinned
+from tests.tiers import exhaustive
 
 ROWS = [
     ("llama-tied", "2x2x1", dict(accumulation=4, stage=2, sequence=True), "block"),
@@ -27,9 +27,8 @@ def one_device(model: str, apart: bool = True) -> cases.Outcome:
     return cases.train(model=MODELS[model], apart=apart)
 
 
-@pytest.mark.parametrize(
-    ("model", "mesh", "layout", "remat"), [*thinned(ROWS, len(ROWS), first=1), *exhaustive(FURTHER)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "mesh", "layout", "remat"), [*ROWS, *exhaustive(FURTHER)], ids=str)
 def test_equals_one_device(model, mesh, layout, remat):
     got = cases.train(mesh, model=MODELS[model].model_copy(update={"remat": remat}), apart=True, **layout)
     cases.assert_equal(got, one_device(model))

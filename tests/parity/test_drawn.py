@@ -23,7 +23,7 @@ from jaxdist.mesh.split import Split
 from jaxdist.parallel.crossing.codes import compression
 from jaxdist.request import load
 from tests.parity import cases, test_experts
-from tests.tiers import exhaustive, thinned
+from tests.tiers import exhaustive
 
 EVERY_RUN = 12
 BY_HAND = 200
@@ -219,7 +219,8 @@ def test_what_is_not_legal_is_refused_in_sentences():
         assert re.search(r"; .*\b(set|use|give|leave|lower)\b", problem), problem
 
 
-@pytest.mark.parametrize("seed", thinned(zip(range(EVERY_RUN)), EVERY_RUN))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(EVERY_RUN))
 def test_a_drawn_request_equals_one_device(seed):
     check(seed)
 

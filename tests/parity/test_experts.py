@@ -21,7 +21,7 @@ from jaxdist.mesh import parse_mesh
 from jaxdist.models.experts import METERS
 from jaxdist.parallel.crossing.codes import Int8
 from tests.parity import cases
-from tests.tiers import exhaustive, thinned
+from tests.tiers import exhaustive
 
 MIXTRAL = cases.LLAMA.model_copy(
     update=dict(family="moe", experts=8, expert_mlp=32, shared_experts=1, balance_loss=1e-2, z_loss=1e-3)
@@ -114,7 +114,8 @@ def assert_equal(got: cases.Outcome, wanted: cases.Outcome, tolerance: float = 1
     cases.assert_equal(got, wanted, tolerance)
 
 
-@pytest.mark.parametrize("row", thinned(zip(ROWS), len(ROWS), first=1), ids=lambda row: "-".join(map(str, row)))
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
 def test_equals_one_device(row):
     assert_equal(trained(row), one_device(row.model))
 

@@ -17,6 +17,7 @@ from jaxdist.sharding import ONE_DEVICE
 from jaxdist.training.forward.optimizer import optimizer
 from jaxdist.training.forward.pipedream_step import PipeDreamStep
 from tests.pipeline import toy
+from tests.tiers import thinned
 
 STEPS = 7
 ADAM = OptimizerConfig(learning_rate=0.05, warmup=3, clip=0)
@@ -114,7 +115,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "options"), ROWS)
+@pytest.mark.parametrize(("mesh", "options"), thinned(ROWS, len(ROWS)))
 def test_losses_norms_and_weights_are_those_of_one_device_at_the_same_versions(mesh, options):
     told, final, compiled, on = run(mesh, **options)
     assert across_ranks(compiled.as_text(), on) == []

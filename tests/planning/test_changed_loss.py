@@ -24,6 +24,7 @@ from jaxdist.planning.transfer_time import merge_calls, seconds
 from jaxdist.request import load
 from jaxdist.request.knobs import KNOBS
 from jaxdist.request.reading import found_in
+from tests.tiers import thinned
 
 SLOW = cluster("two-sites-1g")
 INT8 = {"parallel.gradient_compression": "int8"}
@@ -164,7 +165,9 @@ def test_every_candidate_is_a_request_that_train_takes(more):
     assert {one == exact(one) for one in found if REPLICA in one.mesh} == {False}
 
 
-@pytest.mark.parametrize("more", [[], ["--why"], ["--trade-off"], ["--why-not", "16x1x1"], ["--json"]])
+@pytest.mark.parametrize(
+    "more", [["--json"], *thinned([([],), (["--why"],), (["--trade-off"],), (["--why-not", "16x1x1"],)], 4)]
+)
 @pytest.mark.parametrize(
     ("option", "words"),
     [

@@ -63,7 +63,19 @@ def test_every_command_has_a_line():
     assert {line.split()[0] for line, _ in LINES} == {name.split()[0] for name in COMMANDS}
 
 
-@pytest.mark.parametrize(("line", "code"), LINES)
+FIRST = list({line.split()[0]: (line, code) for line, code in reversed(LINES)}.values())
+"""A line for each command: two processes each."""
+
+
+@pytest.mark.parametrize(("line", "code"), [one for one in LINES if one not in FIRST])
+def test_a_line_ends_with_its_code(line, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(line.split()) == code
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[-1].startswith(f"jaxdist.{line.split()[0]}: ")
+
+
+@pytest.mark.parametrize(("line", "code"), FIRST)
 def test_the_forms_agree(forms, tmp_path, line, code):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.toml").touch()

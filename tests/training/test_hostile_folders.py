@@ -4,6 +4,7 @@ Each gets a sentence, or does its work; never a traceback. Nothing outside the f
 has committed is removed.
 """
 
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 from jaxdist import checkpoints, evaluate, generate, train
 from jaxdist.config import RequestError
 from jaxdist.doctor.__main__ import main as doctor
+from tests.tiers import thinned
 from tests.training import curves
 from tests.training.conftest import SMALL, over
 
@@ -225,8 +227,7 @@ def outcome(command: str, run: Path, text: Path, capsys) -> tuple[int, str]:
     return code, said + captured.out + captured.err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("kind", [*REFUSED, *CONFIG])
+@pytest.mark.parametrize(("kind", "command"), thinned(itertools.product([*REFUSED, *CONFIG], COMMANDS), 5))
 def test_a_folder_of_another_layout_is_refused(damaged, finished, text, capsys, kind, command):
     damage, told = {**REFUSED, **CONFIG}[kind]
     run, outside = damaged(damage)
