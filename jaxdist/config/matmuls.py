@@ -124,6 +124,16 @@ class Matmul:
         return f"BS{self.inputs},{self.letters}->B{sequence}{self.outputs}"
 
     @property
+    def into(self) -> int:
+        """How many values of a token the product contracts."""
+        return self.size(self.inputs)
+
+    @property
+    def out(self) -> int:
+        """How many values it makes of a token."""
+        return sum(self.size(part.outputs) for part in self.parts)
+
+    @property
     def elements(self) -> int:
         """The number of its values, in one layer."""
         experts = self.sizes[EXPERTS] if self.stacked else 1
@@ -132,7 +142,7 @@ class Matmul:
     @property
     def elements_of_expert(self) -> int:
         """The number of its values, in one expert if each of them has such a weight."""
-        return self.size(self.inputs) * sum(self.size(part.outputs) for part in self.parts)
+        return self.into * self.out
 
     @property
     def elements_of_token(self) -> int:

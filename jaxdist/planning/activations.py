@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from jaxdist.config import ModelConfig
+from jaxdist.config.matmuls import SPLIT, STREAM, Matmul, matmuls_of
 from jaxdist.mesh.context import WIDE, Heads, ulysses_elements
 from jaxdist.mesh.split import own_heads
 from jaxdist.models import ring_blocks
@@ -29,41 +32,76 @@ class _Widths(NamedTuple):
     heads: int
     """One value for each query head."""
     query: int
-    """All query heads; attention's output is as wide."""
+    """All query heads."""
     key_value: int
     """All heads of keys and of values together."""
+    attended: int
+    """What attention's output matmul takes."""
     mlp: int
-    """The hidden layer of the MLP, without a gate; or those of the experts, for all rows that capacity leaves room for.
-    """
+    """What the first matmul of the MLP makes: two arrays with a gate. Experts make it of all rows that they have room
+    for."""
+    hidden: int
+    """What the last matmul of the MLP takes."""
+    kept: int
+    """The results of all matmuls that the backward pass needs."""
     exchanged: int
     """What Ulysses exchanges in a pass: queries, keys, values and attention's output, of whole rows; elsewhere 0."""
     rows: int
     """The rows themselves that experts get, as wide as the residual stream; 0 without experts."""
 
 
-def _widths(m: ModelConfig, layout: Layout, mlps: int) -> _Widths:
-    """Return the widths of a layer; `mlps` arrays of the MLP's hidden width count as one."""
-    size = m.head_size
-    heads = m.heads // layout.parts("heads")
-    key_value_heads = own_heads(m.key_value_heads, layout.parts("heads"))
-    mlp = m.mlp_size
+def _widths(m: ModelConfig, layout: Layout) -> _Widths:
+    """Return the widths of a layer."""
+    matmuls = list(matmuls_of(m).values())
+    columns = [matmul for matmul in matmuls if matmul.is_column]
+    rows = [matmul for matmul in matmuls if not matmul.is_column]
+
+    def made(of: Sequence[Matmul], letter: str = "") -> int:
+        parts = [(matmul, part.outputs) for matmul in of for part in matmul.parts]
+        return sum(_own(m, layout, matmul, outputs) for matmul, outputs in parts if letter in outputs)
+
+    def taken(letter: str) -> int:
+        return sum(_own(m, layout, matmul, matmul.inputs) for matmul in rows if letter in matmul.inputs)
+
+    heads = _own_size(layout, "N", m.heads)
     exchanged = 0
     if layout.parts(SEQUENCE) > 1 and not layout.zigzag:
-        exchanged = ulysses_elements(1, Heads(heads, key_value_heads), size, layout.parts(SEQUENCE))
-    rows = 0.0
-    if m.traits.routed:
-        # The first round has so many rows for each token, but for its rounding to whole tiles.
-        rows = m.experts_per_token * m.capacity_factor
-        mlp = round((rows + m.shared_experts) * m.expert_size)
+        shared = Heads(heads, _own_size(layout, "K", m.key_value_heads))
+        exchanged = ulysses_elements(1, shared, m.head_size, layout.parts(SEQUENCE))
     return _Widths(
-        residual=m.embed // layout.size(*layout.sequence_parallel),
+        residual=_own_size(layout, STREAM, m.embed),
         heads=heads,
-        query=heads * size,
-        key_value=2 * key_value_heads * size,
-        mlp=mlps * mlp // layout.parts("mlp"),
+        query=made(columns, "N"),
+        key_value=made(columns, "K"),
+        attended=taken("N"),
+        mlp=made(columns, "F"),
+        hidden=taken("F"),
+        kept=made([matmul for matmul in matmuls if matmul.kept]),
         exchanged=exchanged,
-        rows=round(rows * m.embed),
+        rows=sum(round(_rows(m, matmul) * matmul.into) for matmul in columns if matmul.stacked),
     )
+
+
+def _own(m: ModelConfig, layout: Layout, matmul: Matmul, letters: str) -> int:
+    """Return how many values these letters of `matmul` count for a token, on one device."""
+    sizes = [_own_size(layout, letter, matmul.sizes[letter]) for letter in letters]
+    return round(_rows(m, matmul) * math.prod(sizes))
+
+
+def _own_size(layout: Layout, letter: str, size: int) -> int:
+    """Return what one device has of a letter of this size."""
+    if letter == STREAM:
+        return size // layout.size(*layout.sequence_parallel)
+    # Key/value heads may be fewer than the devices, each of which has at least one.
+    return own_heads(size, layout.parts(SPLIT.get(letter)))
+
+
+def _rows(m: ModelConfig, matmul: Matmul) -> float:
+    """Return how many rows a matmul has for each token: those of experts are padded to their capacity.
+
+    The first round has so many, but for its rounding to whole tiles.
+    """
+    return matmul.chosen * m.capacity_factor if matmul.stacked else 1
 
 
 def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
@@ -83,14 +121,14 @@ def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
     An array that the model axis splits counts only by its part on one device; so does the residual stream under
     sequence parallelism.
     """
-    widths = _widths(m, layout, mlps=2 if m.traits.gated else 1)
+    widths = _widths(m, layout)
     # A layer keeps the same with stage as with block, and with offload it waits in the host's memory.
     if remat in ("block", "stage", "offload"):
         return widths.residual
-    dots = 2 * widths.residual + widths.query + widths.key_value + widths.mlp
+    dots = widths.residual + widths.kept
     if remat == "dots":
         return dots
-    named = dots + widths.query + widths.heads
+    named = dots + widths.attended + widths.heads
     operands = widths.query
     if widths.exchanged:
         named += widths.exchanged - widths.query - widths.key_value
@@ -105,8 +143,9 @@ def stashed_per_token(m: ModelConfig, layout: Layout) -> int:
 
     W needs both operands of each matmul with a weight, its input and the gradient of its output, and what norms need.
     """
-    widths = _widths(m, layout, mlps=3 if m.traits.gated else 2)
-    return 6 * widths.residual + 2 * widths.query + widths.key_value + widths.mlp + widths.rows
+    widths = _widths(m, layout)
+    attention = widths.query + widths.key_value + widths.attended
+    return 6 * widths.residual + attention + widths.mlp + widths.hidden + widths.rows
 
 
 def working(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str, later: int = 0) -> int:
@@ -125,7 +164,7 @@ def in_layer(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str) 
     recomputed = max(0, saved_per_token(m, layout, "named") - saved_per_token(m, layout, remat))
     gradients = saved_per_token(m, layout, "none")
     # The rows of experts are sent again, and come back as gradients.
-    dispatched = 2 * _widths(m, layout, mlps=1).rows
+    dispatched = 2 * _widths(m, layout).rows
     tokens = rows * own_length(m, layout)
     layer = width * tokens * (recomputed + gradients + dispatched) + tokens * _travelling(m, layout, width)
     # cuDNN's attention never writes its scores to memory.
@@ -143,7 +182,7 @@ def _travelling(m: ModelConfig, layout: Layout, width: int) -> int:
     """
     if not layout.zigzag:
         return 0
-    widths = _widths(m, layout, mlps=1)
+    widths = _widths(m, layout)
     return 2 * width * widths.key_value + WIDE * (widths.query + 2 * widths.key_value)
 
 

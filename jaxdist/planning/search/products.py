@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import Config, ModelConfig
+from jaxdist.config.matmuls import Matmul, matmuls_of
 from jaxdist.config.trained import trained_beside
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.expert_rows import rows_of_queue
@@ -42,16 +43,8 @@ def layer_products(
     the gradients of the inputs, and of the gradients of the weights. The router, which is not split, is not among them.
     Frozen weights have no gradients, and what is trained beside them counts as arithmetic alone: its matmuls are thin.
     """
-    query = m.heads * m.head_size / ways
-    qkv = query * (1 + 2 * m.key_value_heads / m.heads)
-    products = [Product(tokens, m.embed, qkv), Product(tokens, query, m.embed)]
-    if m.traits.routed:
-        rows = rows_of_queue(m, tokens) * expert_ways
-        products += _mlp(m, rows, m.expert_size / ways, m.experts / expert_ways)
-        if m.shared_experts:
-            products += _mlp(m, tokens, m.shared_experts * m.expert_size / ways)
-    else:
-        products += _mlp(m, tokens, m.mlp_size / ways)
+    split = [matmul for matmul in matmuls_of(m).values() if matmul.split]
+    products = [_product(m, matmul, tokens, ways, expert_ways) for matmul in split]
     forward = sum(2 * _whole_waves(p.rows, p.out, gpu, p.experts) * p.into for p in products)
     inputs = sum(2 * _whole_waves(p.rows, p.into, gpu, p.experts) * p.out for p in products)
     gradients = sum(2 * _whole_waves(p.into, p.out, gpu, p.experts) * p.rows for p in products)
@@ -73,10 +66,16 @@ def matmul_rate(config: Config, cluster: Cluster) -> float:
     return half * cluster.peak * cluster.matmul
 
 
-def _mlp(m: ModelConfig, rows: Numbers, width: Numbers, experts: Numbers = 1) -> list[Product]:
-    """Return the two products of an MLP of this width, or of so many experts."""
-    arrays = 2 if m.traits.gated else 1  # the gate and up projections are computed as one
-    return [Product(rows, m.embed, arrays * width, experts), Product(rows, width, m.embed, experts)]
+def _product(m: ModelConfig, matmul: Matmul, tokens: Numbers, ways: Numbers, expert_ways: Numbers) -> Product:
+    """Return what one device multiplies of a weight whose columns or rows are split."""
+    rows = tokens
+    experts: Numbers = 1
+    if matmul.stacked:
+        rows = rows_of_queue(m, tokens) * expert_ways
+        experts = m.experts / expert_ways
+    if matmul.is_column:
+        return Product(rows, matmul.into, matmul.out / ways, experts)
+    return Product(rows, matmul.into / ways, matmul.out, experts)
 
 
 def _whole_waves(rows: Numbers, columns: Numbers, gpu: str, experts: Numbers = 1) -> Numbers:
