@@ -16,7 +16,7 @@ from jaxdist.mesh import EXPERT, REPLICA
 from jaxdist.mesh.split import Split
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import stream_traffic, weight_traffic
-from jaxdist.planning.compiler_habits import Sent, corrected
+from jaxdist.planning.compiler_habits import Sent, corrected, in_force
 from jaxdist.planning.predicted_collectives import ALL_REDUCE, F32, Transfer, transfer
 from jaxdist.planning.replica_traffic import between_replicas
 from jaxdist.planning.runs import Step
@@ -43,14 +43,15 @@ def predict(sharded: ShardedModel) -> list[Transfer]:
     if sharded.config.train.local_steps:
         sharded = sharded.of_one_replica
     step = Step.of(sharded)
+    corrections = in_force(sharded.layout)
     found = []
     for p in sharded.parameters:
-        found += [corrected(Sent(one, step, p)) for one in weight_traffic.predict(step, p)]
+        found += [corrected(Sent(one, step, p), corrections) for one in weight_traffic.predict(step, p)]
         found += between_replicas(sharded.config, p, sharded.layout)
     if isinstance(sharded.model, Foreign):
         found.append(_statistics(sharded, sharded.model))
     else:
-        found += [corrected(Sent(one, step)) for one in stream_traffic.predict(step)]
+        found += [corrected(Sent(one, step), corrections) for one in stream_traffic.predict(step)]
     return [one for one in found if one.devices > 1 and one.calls]
 
 

@@ -8,7 +8,7 @@ but only bounds, is in `known_differences`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, REDUC
 from jaxdist.planning.runs import Step
 from jaxdist.planning.stream_traffic import BETWEEN_STAGES, LOOKED_UP, LOOKED_UP_POSITIONS
 from jaxdist.planning.weight_traffic import GRADIENTS, WEIGHTS
+from jaxdist.sharding import Layout
 
 PREDICTED = "0.10"
 """The version of jax that predictions are made for."""
@@ -61,14 +62,20 @@ class Correction(Habit):
     """How often XLA sends it: as often as theory says where the habit does not concern it."""
 
 
-def corrected(sent: Sent, jax: str = PREDICTED) -> Transfer:
+def in_force(layout: Layout, jax: str = PREDICTED) -> list[Correction]:
+    """Return the corrections of theory on the platform of `layout`, with this version of jax."""
+    return [correction for correction in CORRECTIONS if correction.occurs(layout.platform, jax)]
+
+
+def corrected(sent: Sent, corrections: Iterable[Correction]) -> Transfer:
     """Return a transfer as XLA sends it."""
-    transfer = sent.transfer
-    for correction in CORRECTIONS:
-        if transfer.calls and correction.occurs(sent.step.layout.platform, jax):
-            calls = correction.calls(sent._replace(transfer=transfer))
-            transfer = replace(transfer, calls=calls, elements=transfer.elements * calls // transfer.calls)
-    return transfer
+    for correction in corrections:
+        transfer = sent.transfer
+        calls = correction.calls(sent)
+        if calls != transfer.calls:
+            elements = transfer.elements * calls // transfer.calls
+            sent = sent._replace(transfer=replace(transfer, calls=calls, elements=elements))
+    return sent.transfer
 
 
 def _is_in_no_loop(sent: Sent, what: str) -> bool:

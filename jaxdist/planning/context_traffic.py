@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxdist.mesh import CONTEXT
-from jaxdist.mesh.context import ring_elements, ulysses_elements
+from jaxdist.mesh.context import ring_elements
 from jaxdist.mesh.split import compute_width
 from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_TO_ALL, F32, PERMUTE, Transfer, transfer
-from jaxdist.planning.runs import Passes, Step
+from jaxdist.planning.runs import Step
 from jaxdist.sharding import SEQUENCE
 
 INT32 = 4
@@ -46,11 +46,6 @@ def predict(step: Step) -> Iterator[Transfer]:
         yield from _ulysses(step)
 
 
-def _forward(passes: Passes) -> Numbers:
-    """Return how often layers run attention's forward pass: the results are kept only where nothing is recomputed."""
-    return passes.forward + passes.rerun + passes.recomputed + passes.attended
-
-
 def _ring(step: Step) -> Iterator[Transfer]:
     layout = step.layout
     ranks = layout.size(CONTEXT)
@@ -64,7 +59,7 @@ def _ring(step: Step) -> Iterator[Transfer]:
     def moved(what: str, calls: Numbers, elements: Numbers, width: int) -> Transfer:
         return transfer(layout, what, PERMUTE, {CONTEXT}, calls, elements, width)
 
-    rounds = _forward(passes) + passes.backward
+    rounds = passes.attention + passes.backward
     yield moved(KEYS, round_trip * rounds, sent.forward * rounds, width)
     what = "gradients of keys and values"
     yield moved(what, round_trip * passes.backward, sent.sums * passes.backward, F32)
@@ -75,9 +70,8 @@ def _ulysses(step: Step) -> Iterator[Transfer]:
     layout = step.layout
     ranks = layout.size(CONTEXT)
     passes = step.runs.passes
-    heads = step.split.heads
-    elements = ulysses_elements(step.tokens, heads, step.config.model.head_size, ranks)
-    times = _forward(passes) + passes.backward
+    elements = step.tokens * step.exchanged
+    times = passes.attention + passes.backward
     what = "sequence exchanged for heads"
     yield transfer(layout, what, ALL_TO_ALL, {CONTEXT}, 4 * times, elements * times, compute_width(step.config))
     if step.config.model.documents == "apart":

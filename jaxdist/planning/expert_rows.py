@@ -32,8 +32,10 @@ def rounds(m: ModelConfig, tokens: float) -> Rounds:
     return rounds_for(round(tokens), m.experts_per_token, m.experts, m.capacity_factor)
 
 
-def first_round(m: ModelConfig, tokens: float) -> int:
+def first_round(m: ModelConfig, tokens: Numbers) -> Numbers:
     """Return the rows of the first round, over all queues: E C."""
+    if np.ndim(tokens):
+        return m.experts * all_rounds(m, tokens)[0]
     return m.experts * rounds(m, tokens).first
 
 

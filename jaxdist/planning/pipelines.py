@@ -42,16 +42,6 @@ class Pipeline:
         return sum(end - first for first, end, slots in self.table.segments if slot in slots)
 
     @property
-    def embedded(self) -> int:
-        """In how many ticks all ranks embed a micro-batch."""
-        return self.ticks("F")
-
-    @property
-    def unembedded(self) -> int:
-        """In how many ticks all ranks share the gradient of an embedded micro-batch."""
-        return self.ticks("B")
-
-    @property
     def recomputes(self) -> bool:
         """Whether F keeps only the input of a chunk, and B runs all of the chunk again."""
         return self.remat == "stage"
@@ -120,16 +110,6 @@ class AsynchronousPipeline(Pipeline):
     def ticks(self, slot: str) -> int:
         """Return in how many ticks of a round the program has a slot."""
         return {"F": 2, "B": 2, "H": 1}[slot]
-
-    @property
-    def embedded(self) -> int:
-        """In how many ticks all ranks embed a batch."""
-        return 1
-
-    @property
-    def unembedded(self) -> int:
-        """In how many ticks all ranks share the gradient of an embedded batch."""
-        return 1
 
     @property
     def bubble(self) -> Bubble:

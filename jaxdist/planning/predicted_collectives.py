@@ -60,6 +60,7 @@ def transfer(
     layout: Layout, what: str, kind: str, axes: Iterable[str], calls: int, elements: int, width: int
 ) -> Transfer:
     """Make a transfer over the axes that the mesh has; an axis of size 1 is left out."""
-    axes = tuple(axis for axis in AXES if axis in axes and layout.size(axis) > 1)
-    devices = math.prod(layout.size(axis) for axis in axes)
+    sizes = dict(layout.axes)
+    axes = tuple(axis for axis in AXES if axis in axes and axis in sizes)
+    devices = math.prod(sizes[axis] for axis in axes)
     return Transfer(what, kind, axes, devices, calls, elements, width)

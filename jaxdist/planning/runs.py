@@ -15,11 +15,15 @@ tick of the schedule; all ranks run all ticks, t(X) of which have slot X:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 
 from jaxdist.config import Config
+from jaxdist.mesh import CONTEXT, PIPELINE
+from jaxdist.mesh.context import ulysses_elements
 from jaxdist.mesh.split import Split
+from jaxdist.models.loss import chunk_length
 from jaxdist.planning.adapters import WHOLE_BLOCK
 from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.pipelines import Pipeline
@@ -42,6 +46,11 @@ class Passes:
     attended: Numbers = 0
     """Backward passes that repeat attention alone."""
 
+    @property
+    def attention(self) -> Numbers:
+        """Passes that run attention forwards: its results are kept only where nothing is repeated."""
+        return self.forward + self.rerun + self.recomputed + self.attended
+
     def times(self, count: Numbers) -> Passes:
         """Return these passes, each of them so many times."""
         return Passes(**{field.name: count * getattr(self, field.name) for field in fields(self)})
@@ -53,7 +62,7 @@ class Runs:
 
     loops: Passes
     """Loops over layers, each of which uses one version of their weights."""
-    layers: int
+    layers: Numbers
     """The layers that a loop runs."""
     heads: Numbers
     """Micro-batches that run the head and the loss."""
@@ -65,7 +74,7 @@ class Runs:
     """The micro-batches that a loop takes through a layer before the next layer."""
     outside: Numbers = 1
     """How often what stands outside the layers is gathered and reduced, where it is for each loop (ZeRO 2 and 3)."""
-    chunks: int = 1
+    chunks: Numbers = 1
     """The parts of a device's layers, one of which a loop runs."""
     flush: bool = True
     """Whether the weights are the same for a whole step. If not, each loop gathers its own, at every ZeRO stage."""
@@ -75,6 +84,8 @@ class Runs:
     """Whether a loop over micro-batches lies inside the one over layers."""
     stage: bool = False
     """Whether a whole chunk is recomputed, apart from its backward pass."""
+    own: Numbers = 1
+    """The part of its loops in which a rank has something to do, where it branches and does nothing in the others."""
     keeps_all: bool = False
     """Whether the forward pass keeps all arrays, those that it has gathered or exchanged among them."""
 
@@ -94,82 +105,112 @@ class Runs:
         return passes.weights if learns else passes.recomputed
 
 
-def in_loops(split: Split) -> Runs:
-    """Return the runs of a step without a pipeline."""
-    sizes = split.config.model
+def in_loops(split: Split, micro_batches: Numbers) -> Runs:
+    """Return the runs of a step without a pipeline, in so many micro-batches."""
+    remat = split.config.model.remat
     by_layer = split.config.parallel.zero >= 2
-    micro_batches = split.micro_batches
     count = 1 if split.inside else micro_batches
     return Runs(
         loops=Passes(
             forward=count,
             backward=count,
             weights=count,
-            recomputed=count * (sizes.remat in WHOLE_BLOCK),
-            attended=count * (sizes.remat == "dots"),
+            recomputed=count * (remat in WHOLE_BLOCK),
+            attended=count * (remat == "dots"),
         ),
-        layers=sizes.layers,
+        layers=split.config.model.layers,
         heads=micro_batches,
         embedded=micro_batches,
         unembedded=micro_batches,
         micro_batches=micro_batches if split.inside else 1,
         outside=count if by_layer else 1,
         inside=split.inside,
-        keeps_all=sizes.remat == "none" and not by_layer,
+        keeps_all=remat == "none" and not by_layer,
     )
 
 
-def in_ticks(pipe: Pipeline) -> Runs:
-    """Return the runs of a step of a pipeline."""
-    forward = pipe.ticks("F")
-    backward = pipe.ticks("B")
-    stage = pipe.remat == "stage"
-    several = pipe.stages.depth > 1
+def in_ticks(
+    remat: str,
+    ticks: Mapping[str, Numbers],
+    depth: Numbers,
+    chunks: Numbers = 1,
+    flush: bool = True,
+    own: Numbers = 1,
+) -> Runs:
+    """Return the runs of a step of a pipeline, by the ticks of each slot; of W, if it splits the backward pass.
+
+    Each rank has so many `chunks`, of `depth` layers at most.
+    """
+    forward = ticks["F"]
+    backward = ticks["B"]
+    stage = remat == "stage"
     # B runs a chunk again, except for its last sum: nothing needs what comes out of a chunk. A chunk of one layer is
     # recomputed with its backward pass; in a loop over several, each gives the next one what it needs.
-    beside = pipe.remat == "block" or (stage and not several)
+    in_a_loop = stage * (depth > 1)
+    beside = (remat == "block") + stage * (depth == 1)
     return Runs(
         loops=Passes(
             forward=forward,
             backward=backward,
-            weights=pipe.ticks("W") if pipe.schedule.split else backward,
-            rerun=backward * (stage and several),
+            weights=ticks.get("W", backward),
+            rerun=backward * in_a_loop,
             recomputed=backward * beside,
-            attended=backward * (pipe.remat == "dots"),
+            attended=backward * (remat == "dots"),
         ),
-        layers=pipe.stages.depth,
-        heads=pipe.ticks("H"),
-        embedded=pipe.embedded,
-        unembedded=pipe.unembedded,
-        chunks=pipe.stages.virtual,
-        flush=pipe.flush,
-        split=pipe.schedule.split,
+        layers=depth,
+        heads=ticks["H"],
+        # A pipeline that never drains embeds one batch in a round of two ticks.
+        embedded=forward if flush else ticks["H"],
+        unembedded=backward if flush else ticks["H"],
+        chunks=chunks,
+        flush=flush,
+        split="W" in ticks,
         stage=stage,
+        own=own,
     )
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step whose transfers are predicted: one without a pipeline where `pipe` is None."""
+    """A step whose transfers are predicted, or many steps that differ in sizes alone: arrays of these."""
 
     split: Split
     layout: Layout
-    pipe: Pipeline | None
     runs: Runs
+    tokens: Numbers
+    """The tokens of a micro-batch on one device."""
+    losses: Numbers
+    """Chunks of these tokens, for each of which the loss is computed apart."""
+    exchanged: Numbers
+    """The elements of each token that a device exchanges in a pass of attention for Ulysses."""
+    pipe: Pipeline | None = None
+    """The pipeline of one step, if it has one; None for many."""
 
     @classmethod
     def of(cls, sharded: ShardedModel) -> Step:
         """Return the step of a model on its mesh."""
+        split = sharded.split
         pipe = sharded.pipe
-        runs = in_ticks(pipe) if pipe else in_loops(sharded.split)
-        return cls(sharded.split, sharded.layout, pipe, runs)
+        length = split.length
+        if split.config.model.traits.text:
+            length = chunk_length(sharded.layout, split.length, split.rows)
+        if pipe is None:
+            runs = in_loops(split, split.micro_batches)
+        else:
+            slots = ("F", "H", "B", "W") if pipe.schedule.split else ("F", "H", "B")
+            ticks = {slot: pipe.ticks(slot) for slot in slots}
+            schedule = pipe.schedule
+            own = 1.0 if schedule.uniform else schedule.micro_batches * schedule.virtual / ticks["F"]
+            runs = in_ticks(pipe.remat, ticks, pipe.stages.depth, pipe.stages.virtual, pipe.flush, own)
+        exchanged = ulysses_elements(1, split.heads, split.config.model.head_size, split.size(CONTEXT))
+        return cls(split, sharded.layout, runs, split.tokens, split.length // length, exchanged, pipe)
 
     @property
     def config(self) -> Config:
         """The configuration."""
         return self.split.config
 
-    @cached_property
-    def tokens(self) -> int:
-        """The tokens of a micro-batch on one device."""
-        return self.split.tokens
+    @property
+    def staged(self) -> bool:
+        """Whether the layers are stages of a pipeline."""
+        return PIPELINE in dict(self.layout.axes)

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator
 from jaxdist.mesh import PIPELINE
 from jaxdist.mesh.split import compute_width
 from jaxdist.models.experts import METERS
-from jaxdist.models.loss import chunk_length
 from jaxdist.planning import context_traffic, expert_traffic
 from jaxdist.planning.adapters import learns_columns, learns_tables
 from jaxdist.planning.collective_time import Numbers
@@ -27,7 +26,7 @@ from jaxdist.planning.predicted_collectives import (
     transfer,
 )
 from jaxdist.planning.runs import Step
-from jaxdist.sharding import POSITIONS, RESIDUAL, SEQUENCE
+from jaxdist.sharding import POSITIONS, RESIDUAL
 
 STREAM_OF_LAYERS = "residual stream of the layers"
 """`Transfer.what` of tensor and sequence parallelism."""
@@ -49,7 +48,7 @@ def predict(step: Step) -> Iterator[Transfer]:
     yield from context_traffic.predict(step)
     yield from _ends(step)
     yield _statistics(step)
-    if step.pipe:
+    if step.staged:
         yield from _between_stages(step)
 
 
@@ -67,7 +66,7 @@ def _layers(step: Step) -> Iterator[Transfer]:
         # Where a layer is recomputed, attention's output is computed again; the MLP's is not needed.
         reduced = passes.forward + passes.rerun + passes.backward
         if logical == "heads":
-            reduced += passes.recomputed
+            reduced = reduced + passes.recomputed
         if step.layout.sequence_parallel:
             moves = {REDUCE_SCATTER: reduced, ALL_GATHER: _gathers(step, logical)}
         else:
@@ -120,7 +119,7 @@ def _ends(step: Step) -> Iterator[Transfer]:
         yield _moved(step, what, ALL_REDUCE, shared, summed, part=True)
         yield _moved(step, what, ALL_GATHER, split, gathered)
     yield from _positions(step, unembedded)
-    if step.pipe:
+    if step.staged:
         yield _moved(step, "last hidden states", ALL_REDUCE, {PIPELINE}, runs.heads, part=True)
         yield _moved(step, "gradient of the looked-up vectors", ALL_REDUCE, {PIPELINE}, unembedded, part=True)
 
@@ -134,7 +133,7 @@ def _positions(step: Step, unembedded: Numbers) -> Iterator[Transfer]:
     vocab = step.layout.split("vocab")
     if step.layout.split(POSITIONS) != step.layout.split(RESIDUAL):
         # The table is not split as the residual stream is, so each device takes its part of what it has looked up.
-        if step.pipe:
+        if step.staged:
             # The gradients of the parts are summed.
             yield _moved(step, LOOKED_UP_POSITIONS, ALL_REDUCE, split, unembedded)
         elif vocab:
@@ -143,19 +142,17 @@ def _positions(step: Step, unembedded: Numbers) -> Iterator[Transfer]:
     elif step.config.model.documents == "apart":
         # Each document has its own positions, so that they are looked up as tokens are.
         yield _moved(step, LOOKED_UP_POSITIONS, REDUCE_SCATTER, split, step.runs.embedded)
-        if not step.pipe and not vocab:
+        if not step.staged and not vocab:
             # Otherwise the gradient of the looked-up vectors is gathered already.
             yield _moved(step, LOOKED_UP_POSITIONS, ALL_GATHER, split, unembedded)
 
 
 def _statistics(step: Step) -> Transfer:
     """Return a maximum, a sum and the label's logit for each token, where the vocabulary is split."""
-    layout = step.layout
-    sequence = step.config.model.sequence // layout.parts(SEQUENCE)
-    chunks = sequence // chunk_length(layout, sequence, step.tokens // sequence)
-    calls = 3 * step.runs.heads * chunks
-    elements = 3 * step.runs.heads * step.tokens
-    return transfer(layout, "statistics of the loss", ALL_REDUCE, layout.split("vocab"), calls, elements, F32)
+    heads = 3 * step.runs.heads
+    axes = step.layout.split("vocab")
+    what = "statistics of the loss"
+    return transfer(step.layout, what, ALL_REDUCE, axes, heads * step.losses, heads * step.tokens, F32)
 
 
 def _between_stages(step: Step) -> Iterator[Transfer]:

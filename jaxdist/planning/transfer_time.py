@@ -33,18 +33,23 @@ def merge_calls(transfers: Iterable[Transfer]) -> list[Transfer]:
             if transfer.kind == ALL_TO_ALL:
                 calls = transfer.calls + other.calls
             else:
-                calls = max(transfer.calls, other.calls)
+                calls = np.maximum(transfer.calls, other.calls)
             transfer = replace(transfer, calls=calls, elements=transfer.elements + other.elements)
         merged[key] = transfer
     return list(merged.values())
 
 
-def seconds(transfer: Transfer, shape: Mapping[str, int], cluster: Cluster) -> float:
-    """Return the seconds that all calls of a transfer take."""
+def seconds(transfer: Transfer, shape: Mapping[str, Numbers], cluster: Cluster) -> Numbers:
+    """Return the seconds that all calls of a transfer take; sizes may be arrays, of meshes of equally many devices."""
     inside, in_site = ranks_together(shape, transfer.axes, cluster)
-    size = transfer.payload_bytes / transfer.calls
-    in_site = transfer.devices if in_site is None else int(in_site)
-    return transfer.calls * _seconds_of_call(transfer.kind, size, transfer.devices, int(inside), cluster, in_site)
+    in_site = transfer.devices if in_site is None else in_site
+    # A transfer that some of the meshes do not make has no size.
+    size = transfer.payload_bytes / np.maximum(transfer.calls, 1)
+    if np.ndim(size) or np.ndim(inside):
+        each = collective_time.seconds(transfer.kind, size, transfer.devices, inside, cluster, in_site)
+    else:
+        each = _seconds_of_call(transfer.kind, float(size), transfer.devices, int(inside), cluster, int(in_site))
+    return transfer.calls * each
 
 
 # The candidates of a search share most of their calls.

@@ -83,7 +83,7 @@ def _reduced(step: Step, p: Placed, what: str) -> Iterator[Transfer]:
     if p.place.scatter_dim is not None:
         yield transfer(layout, what, REDUCE_SCATTER, p.place.over, calls, elements, F32)
         summed -= set(p.place.over)
-        elements //= layout.size(*p.place.over)
+        elements = elements // layout.size(*p.place.over)
     if summed:
         yield transfer(layout, what, ALL_REDUCE, summed, calls, elements, F32)
     if p.place.dealt:
@@ -106,12 +106,12 @@ def _collected_heads(step: Step, p: Placed, what: str, calls: Numbers, elements:
     layout = step.layout
     heads = layout.split("heads")
     # A gradient that was added to nothing is still in the dtype of its matmul.
-    added = step.pipe or layout.tokens_over or step.config.train.accumulation > 1
+    added = step.staged or layout.tokens_over or step.config.train.accumulation > 1
     width = F32 if added else compute_width(step.config)
     if p.place.exchanged:
         return transfer(layout, what, ALL_TO_ALL, heads, calls, elements, width)
     whole = elements * layout.parts("heads")
-    if not step.pipe:
+    if not step.staged:
         return transfer(layout, what, ALL_GATHER, heads, calls, whole, width)
     # Each device puts its heads' gradients where they belong, and all are summed.
     whole = whole * p.elements // math.prod(p.place.in_use(p.shape))

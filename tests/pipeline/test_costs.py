@@ -5,9 +5,11 @@ from fractions import Fraction
 
 import pytest
 
-from jaxdist.parallel.pipeline.formulas import free_bubble, in_flight, lockstep_bubble
+from jaxdist.config.pipeline import SCHEDULES as TRAITS
+from jaxdist.parallel.pipeline.formulas import free_bubble, in_flight, lockstep_bubble, lockstep_ticks
 from jaxdist.parallel.pipeline.schedules import SCHEDULES, make
 from jaxdist.parallel.pipeline.simulate import Times, bubble, peak_in_flight
+from jaxdist.parallel.pipeline.table import make_table
 from tests.pipeline.grid import GRID
 from tests.tiers import faults
 
@@ -24,6 +26,8 @@ def are_right(name, S, M, v):
         assert free_bubble(name, S, M, v, one) in (None, counted.free - counted.work)
         assert counted.free <= counted.lockstep
     assert in_flight(name, S, M, v) == peak_in_flight(schedule)
+    ticks = sum(end - first for first, end, slots in make_table(schedule).segments if "F" in slots)
+    assert lockstep_ticks(name, S, M, v) in (None, ticks)
 
 
 def test_formulas():
@@ -77,5 +81,6 @@ def test_recomputation_takes_the_gain_of_zb_h1_in_lockstep():
 
 
 def test_a_schedule_without_a_formula_is_counted(monkeypatch):
+    monkeypatch.setitem(TRAITS, "late", TRAITS["gpipe"])
     monkeypatch.setitem(SCHEDULES, "late", lambda S, M, v: replace(SCHEDULES["gpipe"](S, M, v), name="late"))
     assert in_flight("late", 4, 8) == in_flight("gpipe", 4, 8)

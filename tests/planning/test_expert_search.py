@@ -13,11 +13,12 @@ from jaxdist.planning import remedies
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.predicted_collectives import ALL_TO_ALL
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
-from jaxdist.planning.search.estimate import estimate, purpose, sharded_model
+from jaxdist.planning.search.estimate import estimate, sharded_model
 from jaxdist.planning.search.plan import search
 from jaxdist.planning.search.questions import alone, why_not
 from jaxdist.planning.search.reasons import reason
 from jaxdist.planning.search.screen import Screen
+from jaxdist.planning.search.traffic_time import purpose
 from jaxdist.request import load
 from jaxdist.request.knobs import KNOBS
 from jaxdist.request.reading import found_in

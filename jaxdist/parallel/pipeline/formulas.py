@@ -33,10 +33,21 @@ def lockstep_bubble(name: str, S: int, M: int, v: int, times: Times) -> float | 
         # A neighbour runs B while this rank runs F.
         unequal = abs(times.F - times.B) if S > 1 else 0
         return (S - 1) * (times.F + times.B) + (M - 1) * unequal
-    # With M < S a rank waits after each chunk for the first micro-batch to come round.
-    waits = S - 1 + (v - 1) * max(S - M, 0)
     backward = times.I if name == "zb-u" else times.B
-    return waits * (times.F + backward) / v
+    return _waits(S, M, v) * (times.F + backward) / v
+
+
+def lockstep_ticks(name: str, S: int, M: int, v: int = 1) -> int | None:
+    """Return in how many ticks all ranks run F, which are as many as those of B."""
+    if name in ("zb-h1", "pipedream"):
+        return None
+    return v * M + _waits(S, M, v)
+
+
+def _waits(S: int, M: int, v: int) -> int:
+    """Return for how many units of F a rank has none to run."""
+    # With M < S a rank waits after each chunk for the first micro-batch to come round.
+    return S - 1 + (v - 1) * max(S - M, 0)
 
 
 def free_bubble(name: str, S: int, M: int, v: int, times: Times) -> float | None:

@@ -15,19 +15,19 @@ What Ulysses exchanges, nothing hides: attention waits for its operands, and the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, CONTEXT
+from jaxdist.mesh import CONTEXT
 from jaxdist.mesh.split import compute_width
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers
-from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import F32, PERMUTE, transfer
+from jaxdist.planning.runs import Step
 from jaxdist.planning.search.products import matmul_rate
-from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.timing import attention_flops_per_token, has_window
 from jaxdist.planning.transfer_time import exposed, seconds
 
@@ -102,39 +102,19 @@ def ring_waits(ranks: Numbers, forward: Numbers, backward: Numbers, messages: Me
     return Waits(np.where(several, waits, 0.0), np.where(several, waits_back, 0.0))
 
 
-def ring_seconds(sharded: ShardedModel, cluster: Cluster) -> float:
-    """Return the seconds that a step waits for ring attention; 0 where none runs."""
-    split = sharded.split
-    config = sharded.config
-    layout = sharded.layout
-    if not split.ring:
-        return 0.0
-    shape = dict.fromkeys(AXES, 1) | dict(layout.axes)
-    tokens = split.tokens
-    attention = attention_seconds(config, cluster, tokens, layout.parts("heads"), ring=True)
+def ring_seconds(step: Step, shape: Mapping[str, Numbers], cluster: Cluster) -> Numbers:
+    """Return the seconds that a step on a mesh of `shape` waits for ring attention."""
+    config = step.config
+    layout = step.layout
+    attention = attention_seconds(config, cluster, step.tokens, layout.parts("heads"), ring=True)
 
-    def send(width: int) -> float:
+    def send(width: int) -> Numbers:
         # Keys and values are an array each.
-        elements = split.heads.key_value * config.model.head_size * tokens
+        elements = step.split.heads.key_value * config.model.head_size * step.tokens
         message = transfer(layout, "", PERMUTE, {CONTEXT}, 2, 2 * elements, width)
         return seconds(message, shape, cluster)
 
     messages = Messages(keys=send(compute_width(config)), sums=send(F32))
     waits = ring_waits(layout.size(CONTEXT), attention, ATTENTION_BACKWARD * attention, messages, cluster)
-    forward, backward = _passes_of_attention(config, sharded.pipe)
-    return float(forward * waits.forward + backward * waits.backward)
-
-
-def _passes_of_attention(config: Config, pipe: Pipeline | None) -> tuple[int, int]:
-    """Return how often the layers of a device run attention forwards, recomputation included, and backwards.
-
-    All ranks of a pipeline run it in every tick that runs layers.
-    """
-    if pipe is None:
-        forward = backward = config.model.layers * config.train.accumulation
-    else:
-        forward = pipe.stages.depth * pipe.ticks("F")
-        backward = pipe.stages.depth * pipe.ticks("B")
-    # Only with remat none are the results of attention kept.
-    recomputed = int(config.model.remat != "none")
-    return forward + recomputed * backward, backward
+    passes = step.runs.passes
+    return passes.attention * waits.forward + passes.backward * waits.backward

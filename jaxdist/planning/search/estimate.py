@@ -24,8 +24,8 @@ arithmetic of gradient compression and of outer steps, and the sort of the token
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -34,13 +34,11 @@ import numpy as np
 from jaxdist.config import Config, ModelConfig
 from jaxdist.mesh import (
     AXES,
-    BATCH_AXES,
     CONTEXT,
     DATA,
     EXPERT,
     MODEL,
     PIPELINE,
-    REPLICA,
     abstract_mesh,
     crossing,
     parse_mesh,
@@ -56,10 +54,12 @@ from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import Memory
-from jaxdist.planning.predicted_collectives import ALL_TO_ALL, F32, PERMUTE, Transfer
-from jaxdist.planning.replica_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
-from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, attention_seconds, ring_seconds
+from jaxdist.planning.predicted_collectives import F32, Transfer
+from jaxdist.planning.runs import Step
+from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, attention_seconds
 from jaxdist.planning.search.products import layer_products, matmul_rate
+from jaxdist.planning.search.traffic_time import communication as communication_seconds
+from jaxdist.planning.search.traffic_time import purpose
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.planning.transfer_time import exposed, merge_calls, seconds
@@ -209,34 +209,17 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     split = Split(config, parse_mesh(config.mesh))
     shape = split.shape
     sharded = sharded_model(split, model, cluster)
-    pipe = sharded.pipe
     held = memory.predict(sharded)
     # With local steps, the transfers of a step are those of one replica, priced where it lies on the whole mesh.
     transfers = tuple(communication.predict(sharded))
     outer = tuple(communication.outer(sharded))
-    work, lockstep = _arithmetic(sharded, cluster)
-
-    exposed_seconds = dict.fromkeys(_communicating(config.model), 0.0)
-    overlapping = 0.0
-    for transfer in merge_calls(transfers):
-        took = seconds(transfer, shape, cluster)
-        if _is_step_of_ring(transfer):
-            continue
-        if _overlaps_arithmetic(transfer, config, shape):
-            overlapping += took
-        else:
-            exposed_seconds[purpose(transfer)] += took
-    exposed_seconds[CONTEXT] += ring_seconds(sharded, cluster)
-    if config.model.traits.routed:
-        for transfer in merge_calls(_further_rounds(split, transfers)):
-            exposed_seconds[EXPERT] += seconds(transfer, shape, cluster)
+    step = Step.of(sharded)
+    work, lockstep = _arithmetic(step, cluster)
+    found = communication_seconds(step, transfers, shape, cluster)
+    exposed_seconds = found.exposed
     for transfer in merge_calls(outer):
         exposed_seconds[DATA] += seconds(transfer, shape, cluster) / config.train.local_steps
-    if pipe and not pipe.schedule.uniform:
-        # A rank takes part in the collectives of its own units only, not in those of every tick.
-        for axis in exposed_seconds.keys() & {CONTEXT, EXPERT, MODEL}:
-            exposed_seconds[axis] *= pipe.schedule.micro_batches * pipe.schedule.virtual / pipe.ticks("F")
-    exposed_seconds[DATA] += float(exposed(overlapping, lockstep, cluster))
+    exposed_seconds[DATA] += exposed(found.overlapping, lockstep, cluster)
 
     learned = held.parameters
     if config.model.frozen:
@@ -246,7 +229,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     parts = {
         "arithmetic": work,
         "waiting": lockstep - work,
-        **exposed_seconds,
+        **{part: float(took) for part, took in exposed_seconds.items()},
         "optimizer": updated / cluster.bandwidth,
     }
     refused = communication.compression_that_costs(sharded)
@@ -360,78 +343,24 @@ def stage_times(
     return Times(*(layers * float(seconds) for seconds in units))
 
 
-def _arithmetic(sharded: ShardedModel, cluster: Cluster) -> tuple[float, float]:
+def _arithmetic(step: Step, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of one device's arithmetic in a step, and those until all devices have done theirs."""
-    config = sharded.config
-    layout = sharded.layout
-    pipe = sharded.pipe
+    config = step.config
+    layout = step.layout
     sizes = config.model
-    k = sharded.split.micro_batches
-    tokens = sharded.split.tokens
-    head = head_flops(sizes, tokens) / layout.parts("vocab") / matmul_rate(config, cluster)
+    pipe = step.pipe
+    k = step.split.micro_batches
+    head = head_flops(sizes, step.tokens) / layout.parts("vocab") / matmul_rate(config, cluster)
     if pipe is None:
-        times = stage_times(config, layout, sizes.layers, tokens, cluster)
+        times = stage_times(config, layout, sizes.layers, step.tokens, cluster)
         work = k * (times.F + times.B + head)
         return work, work
     # Work is that of evenly split layers; the schedule runs stages with their padding.
     split = pipe.schedule.split
-    even = stage_times(config, layout, sizes.layers / pipe.stages.ranks, tokens, cluster, split)
-    padded = stage_times(config, layout, pipe.stages.depth * pipe.stages.virtual, tokens, cluster, split)
+    even = stage_times(config, layout, sizes.layers / pipe.stages.ranks, step.tokens, cluster, split)
+    padded = stage_times(config, layout, pipe.stages.depth * pipe.stages.virtual, step.tokens, cluster, split)
     lockstep = lockstep_time(pipe.schedule, padded) + pipe.ticks("H") * head
     return k * (even.F + even.B + head), lockstep
-
-
-def _is_step_of_ring(transfer: Transfer) -> bool:
-    """Return whether a transfer belongs to the steps of ring attention, which `ring_seconds` prices."""
-    return transfer.kind == PERMUTE and purpose(transfer) == CONTEXT
-
-
-def _further_rounds(split: Split, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
-    """Yield the all-to-alls of the rounds after the first one, which are not among `transfers`.
-
-    Their number is not known, so that it is assumed here.
-    """
-    first, times, further = expert_rows.all_rounds(split.config.model, split.tokens)
-    if not times:
-        return
-    more = float(times * further / first)
-    for transfer in transfers:
-        if purpose(transfer) == EXPERT:
-            elements = round(transfer.elements * more)
-            yield replace(transfer, calls=int(transfer.calls * times), elements=elements)
-
-
-def _communicating(m: ModelConfig) -> tuple[str, ...]:
-    """Return the parts of a step in which devices communicate."""
-    if m.traits.routed:
-        return (CONTEXT, EXPERT, MODEL, PIPELINE, DATA)
-    return (CONTEXT, MODEL, PIPELINE, DATA)
-
-
-def purpose(transfer: Transfer) -> str:
-    """Return the part of a step that a transfer belongs to: `data` for weights and gradients, else a mesh axis.
-
-    Of what crosses `expert`, only all-to-alls are rows of experts. Of what crosses `context`, only all-to-alls and
-    messages count for attention; all else is weights and gradients, but for where documents start and how many tokens
-    experts get, which are small.
-    """
-    if transfer.kind == ALL_TO_ALL and transfer.axes == (EXPERT,):
-        return EXPERT
-    if transfer.kind in (ALL_TO_ALL, PERMUTE) and transfer.axes == (CONTEXT,):
-        return CONTEXT
-    if set(transfer.axes) & {*BATCH_AXES, CONTEXT}:
-        return DATA
-    return MODEL if MODEL in transfer.axes else PIPELINE
-
-
-def _overlaps_arithmetic(transfer: Transfer, config: Config, shape: Mapping[str, int]) -> bool:
-    """Return whether a transfer carries weights or gradients while others are computed with: those of other layers."""
-    if transfer.axes == (REPLICA,):
-        # What crosses the replicas does so before the first layer, or after the last, but for gradients that do so
-        # during the next step.
-        return config.parallel.delayed_gradients and transfer.what in (BETWEEN_REPLICAS, SECOND_FACTORS)
-    once_per_layer = transfer.calls * shape[PIPELINE] >= config.model.layers
-    return purpose(transfer) == DATA and config.parallel.zero >= 2 and once_per_layer
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """A rough estimate of the memory and time of all candidates at once, as if every size divided evenly.
 
 The formulas of bytes and of arithmetic are those of the exact prediction (`step_bytes`, `activations`, `layer_times`),
-applied to hundreds of thousands of rows at once, or to the distinct rows among the columns that a formula reads. Only
-the transfers and the buffers of a pipeline have rough forms of their own. The screen decides only which candidates are
-then predicted exactly, with the real layout of every parameter and every transfer.
+applied to hundreds of thousands of rows at once, or to the distinct rows among the columns that a formula reads; so
+are those of transfers and their time (`screen_steps`). Only the buffers of a pipeline, and what crosses the replicas,
+have rough forms of their own. The screen decides only which candidates are then predicted exactly, with the real layout
+of every parameter and every transfer, and with what XLA does otherwise.
 """
 
 from __future__ import annotations
@@ -14,25 +15,20 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, ZERO_AXES, abstract_mesh
-from jaxdist.mesh.context import ulysses_elements
-from jaxdist.mesh.split import Split, own_heads, saved_by_layer
-from jaxdist.models.loss import chunk_rows
+from jaxdist.mesh import AXES, CONTEXT, EXPERT, MODEL, PIPELINE, REPLICA, abstract_mesh
+from jaxdist.mesh.split import saved_by_layer
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import Times
-from jaxdist.planning import collective_time, expert_rows, step_bytes
+from jaxdist.planning import collective_time, step_bytes
 from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, stashed_per_token
 from jaxdist.planning.collective_time import Numbers, ranks_together
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
-    ALL_TO_ALL,
     F32,
-    PERMUTE,
     REDUCE_SCATTER,
 )
-from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, Messages, Waits, attention_seconds, ring_waits
-from jaxdist.planning.search.candidates import BRANCHING, MESH, REMATS, SCHEDULES, SPLIT, neutral_config
+from jaxdist.planning.search.candidates import MESH, REMATS, SPLIT
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import (
     Device,
@@ -40,20 +36,17 @@ from jaxdist.planning.search.estimate import (
     layer_times,
 )
 from jaxdist.planning.search.products import matmul_rate
-from jaxdist.planning.search.screen_sizes import Sizes
+from jaxdist.planning.search.screen_steps import Steps
 from jaxdist.planning.step_bytes import Elements
+from jaxdist.planning.transfer_time import exposed
 from jaxdist.sharding import RESIDUAL, RULES, Layout
-
-EXCHANGES = 5
-"""All-to-alls of the rows of a layer's experts in a step: there and back, there again, and their gradients both ways.
-"""
 
 SAVED = (*REMATS, "named")
 """What the forward pass saves, as the functions of `activations` name it; a column holds indices into it."""
 
 
 @dataclass(frozen=True)
-class Screen(Sizes):
+class Screen(Steps):
     """Rough figures of the candidates in `columns`; bytes are those of one device.
 
     Each formula reads only the columns that `memory` and `seconds` name.
@@ -69,36 +62,14 @@ class Screen(Sizes):
         """Return the seconds of a step of each candidate."""
         few, kinds = self.distinct("mesh", "sequence", "micro", "remat", "schedule", "virtual")
         busy = few._work_seconds()[kinds] * (1 + self._by_schedule(_bubble_over_work))
-        few, kinds = self.distinct("mesh", "sequence", "micro", "remat", "virtual")
-        model_and_pipeline = few._residual_stream_seconds()[kinds]
-        few, kinds = self.distinct("mesh", "micro", "virtual")
-        experts = few._expert_seconds()[kinds]
-        few, kinds = self.distinct("mesh", "micro", "remat", "schedule", "virtual")
-        context = few._context_seconds()[kinds]
-
-        few, kinds = self.distinct("mesh", "zero", "micro", "outside", "virtual")
-        data = few._data_seconds()[kinds]
+        few, kinds = self.distinct("mesh", "zero", "virtual")
         replicas = few._replica_seconds()[kinds]
         updated = few._bytes_updated()[kinds]
-        # Only ZeRO 2 and 3 send layer by layer, and over the replicas only delayed gradients wait for nothing; overlap
-        # slows both down, so that not all of it is hidden.
-        overlaps = np.where(self.columns["zero"] >= 2, data, 0.0)
-        overlaps = overlaps + self.rule.late * replicas
-        hidden = np.minimum(overlaps, busy) * (2 - self.cluster.overlap)
-        return (
-            busy + context + experts + model_and_pipeline + data - hidden + replicas + updated / self.cluster.bandwidth
-        )
-
-    def distinct(self, *names: str) -> tuple[Screen, Column]:
-        """Return a screen of the distinct rows of these columns alone, and for each row its index in that screen.
-
-        With `mesh`, the screen has the sizes of all axes too.
-        """
-        examples, kinds = distinct_rows(*(self.columns[name] for name in names))
-        if "mesh" in names:
-            names = (*names, *MESH)
-        columns = {name: self.columns[name][examples] for name in names}
-        return replace(self, columns=columns), kinds
+        waiting, overlapping = self.communication()
+        # Over the replicas, only delayed gradients wait for nothing.
+        late = self.rule.late * replicas
+        beside = exposed(overlapping + late, busy, self.cluster)
+        return busy + waiting + replicas - late + beside + updated / self.cluster.bandwidth
 
     # Memory, in bytes of one device.
 
@@ -221,127 +192,6 @@ class Screen(Sizes):
         parts = self.columns[MODEL] * self.columns[PIPELINE]
         return flops / parts / matmul_rate(self.config, self.cluster)
 
-    def _residual_stream_seconds(self) -> Column:
-        """Return the seconds in which the residual stream crosses `model` and the stages, and those of the loss."""
-        c = self.columns
-        m = self.config.model
-        size = self.width * self.tokens * m.embed
-        # Attention and the MLP add up once each way (Shoeybi et al. 2019, section 3); recomputing a block repeats only
-        # attention's sum, because the MLP's output is not needed.
-        calls_of_layer = 4 + self._remat("block", "stage")
-
-        def over_model(kind: str) -> Column:
-            return self._seconds_over((MODEL,), kind, size, c[MODEL])
-
-        # Two more for the vocabulary: the looked-up vectors, and the last hidden states.
-        reduces = c["micro"] * (self.layers_held * calls_of_layer + 2)
-        whole_sequence = reduces * over_model(ALL_REDUCE)
-        scatters = c["micro"] * self.layers_held * calls_of_layer
-        gathers = c["micro"] * self.layers_held * 6
-        split_sequence = scatters * over_model(REDUCE_SCATTER) + gathers * over_model(ALL_GATHER)
-        model = np.where(c["sequence"] == 1, split_sequence, whole_sequence)
-
-        message = size / np.where(c["sequence"] == 1, c[MODEL], 1)
-        hop = self._seconds_over((PIPELINE,), PERMUTE, message, c[PIPELINE])
-        shared = self._seconds_over((PIPELINE,), ALL_REDUCE, message, c[PIPELINE])
-        ticks = c["virtual"] * (c["micro"] + c[PIPELINE])
-        between = 2 * ticks * (hop + self.vocab_shared * shared) + 2 * c["micro"] * shared
-        return np.where(c[MODEL] > 1, model, 0.0) + np.where(self.staged, between, 0.0) + self._loss_seconds()
-
-    def _loss_seconds(self) -> Column:
-        """Return the seconds in which the ranks that share the vocabulary add up three numbers for each token."""
-        c = self.columns
-        tokens = self.tokens
-        chunks = np.maximum(1, tokens // chunk_rows(self._layout(1, 0, 1, 0)))
-        ranks = c[MODEL] * np.where(self.vocab_shared, c[PIPELINE], 1)
-        size = F32 * tokens / chunks
-        return 3 * c["micro"] * chunks * self._seconds_over((MODEL, PIPELINE), ALL_REDUCE, size, ranks)
-
-    def _context_seconds(self) -> Column:
-        """Return the seconds that attention waits for what crosses `context`."""
-        c = self.columns
-        if c[CONTEXT].max(initial=1) == 1:
-            return np.zeros(len(c[CONTEXT]))
-        # All ranks of a pipeline take part in every tick, but for those that branch.
-        waits_in_ticks = self.staged & ~np.isin(c["schedule"], BRANCHING)
-        ticks = 1 + np.where(waits_in_ticks, (c[PIPELINE] - 1) / (c["micro"] * c["virtual"]), 0)
-        backward = c["micro"] * self.layers_held * ticks
-        # Only without activation checkpointing are the results of attention kept.
-        forward = backward * np.where(self._remat("none"), 1, 2)
-        waits = self._ring_waits()
-        ring = forward * waits.forward + backward * waits.backward
-        ulysses = (forward + backward) * self._exchange_seconds()
-        return np.where(self.ring, ring, ulysses)
-
-    def _ring_waits(self) -> Waits:
-        """Return the seconds that a layer waits for a ring in each pass."""
-        c = self.columns
-        m = self.config.model
-        attention = attention_seconds(self.config, self.cluster, self.tokens, c[MODEL], ring=True)
-        keys = self.tokens * own_heads(m.key_value_heads, c[MODEL]) * m.head_size
-
-        def send(width: int) -> Column:
-            # Keys and values are an array each.
-            return 2 * self._seconds_over((CONTEXT,), PERMUTE, width * keys, c[CONTEXT])
-
-        messages = Messages(keys=send(self.width), sums=send(F32))
-        return ring_waits(c[CONTEXT], attention, ATTENTION_BACKWARD * attention, messages, self.cluster)
-
-    def _exchange_seconds(self) -> Column:
-        """Return the seconds in which a layer exchanges queries, keys, values and the result for Ulysses in a pass."""
-        c = self.columns
-
-        def of_token(model: int, context: int) -> float:
-            heads = Split(self.config, {MODEL: model}).heads
-            return ulysses_elements(1, heads, self.config.model.head_size, context)
-
-        elements = self.tokens * map_distinct(of_token, c[MODEL], c[CONTEXT])
-        return 4 * self._seconds_over((CONTEXT,), ALL_TO_ALL, self.width * elements / 4, c[CONTEXT])
-
-    def _expert_seconds(self) -> Column:
-        """Return the seconds in which rows go to their experts and come back, for all rounds."""
-        m = self.config.model
-        c = self.columns
-        if not m.traits.routed:
-            return np.zeros(len(c[EXPERT]))
-        first, times, further = expert_rows.all_rounds(m, self.tokens)
-
-        def exchange(rows: Numbers) -> Column:
-            size = self.width * m.experts * rows * m.embed
-            return self._seconds_over((EXPERT,), ALL_TO_ALL, size, c[EXPERT])
-
-        calls = c["micro"] * self.layers_held * EXCHANGES
-        return calls * (exchange(first) + times * exchange(further))
-
-    def _data_seconds(self) -> Column:
-        """Return the seconds of the collectives of weights and gradients in a replica, as if none overlapped."""
-        c = self.columns
-        zero = c["zero"]
-        # Without a pipeline, one loop over the layers serves all micro-batches, unless they run outside it.
-        loops = np.where((zero >= 2) & (c["outside"] == 1), c["micro"], 1)
-        staged = self.staged & (zero >= 2)
-        reduces = np.where(staged, c["micro"] * c["virtual"], loops)
-        # ZeRO 3 gathers weights forward and backward; ZeRO 1 and 2 gather them once per step.
-        gathers = np.where(zero == 3, 2 * reduces, zero > 0)
-        calls = np.where(zero >= 2, self.layers_held, 1)
-        # Of each number of a parameter; frozen ones have no gradient.
-        of_gradient = F32 * self.trained
-
-        def moved(elements: Column, axes: tuple[str, ...]) -> Column:
-            ranks = np.prod([c[axis] for axis in axes], axis=0)
-
-            def all_calls(kind: str, width: float) -> Column:
-                return calls * self._seconds_over(axes, kind, width * elements / calls, ranks)
-
-            sharded = reduces * all_calls(REDUCE_SCATTER, of_gradient) + gathers * all_calls(ALL_GATHER, self.width)
-            return np.where(zero > 0, sharded, all_calls(ALL_REDUCE, of_gradient))
-
-        # The devices along `expert` have other experts of every layer, and all else in common.
-        total = moved(self.beside_experts, ZERO_AXES)
-        if self.config.model.traits.routed:
-            total = total + moved(self.experts, (DATA, CONTEXT))
-        return total
-
     def _replica_seconds(self) -> Column:
         """Return a step's part of the seconds in which gradients, and weights, cross the replicas."""
         return self._crossing_seconds() / self.rule.every
@@ -374,21 +224,6 @@ class Screen(Sizes):
 
     # Scalar functions of the predictor, applied to columns.
 
-    @cached_property
-    def ring(self) -> Column:
-        """Whether attention is a ring over `context`: 1 or 0."""
-        neutral = neutral_config(self.config)
-
-        def of(schedule: int, context: int, model: int) -> float:
-            config = neutral
-            if schedule:
-                pipeline = config.pipeline.model_copy(update={"schedule": SCHEDULES[schedule]})
-                config = config.model_copy(update={"pipeline": pipeline})
-            return Split(config, {PIPELINE: 2 if schedule else 1, CONTEXT: context, MODEL: model}).ring
-
-        c = self.columns
-        return map_distinct(of, c["schedule"], c[CONTEXT], c[MODEL])
-
     def _by_layout(self, function: Callable[..., float], *arguments: Column) -> Column:
         """Return `function(layout, *arguments)` for each row, where the layout splits tensors as the row does."""
         layouts, kinds = self.layouts
@@ -417,17 +252,6 @@ class Screen(Sizes):
         if sequence:
             rules[RESIDUAL] = (*rules[RESIDUAL], *rules["heads"])
         return replace(Layout.on(mesh, rules, Device(self.cluster)), zigzag=bool(ring))
-
-    def _by_schedule(self, function: Callable[[str, int, int, int], float]) -> Column:
-        """Return `function(name, S, M, v)` for each row that is a pipeline, and 0 for the others."""
-
-        def by_name(number: int, *sizes: int) -> float:
-            if not number:
-                return 0.0
-            return function(SCHEDULES[number], *sizes)
-
-        c = self.columns
-        return map_distinct(by_name, c["schedule"], c[PIPELINE], c["micro"], c["virtual"])
 
 
 def _stash_slots(name: str, S: int, M: int, v: int) -> int:

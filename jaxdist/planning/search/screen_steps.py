@@ -1,0 +1,221 @@
+"""The candidates of a search as steps of which only the sizes differ: arrays of these, as if each divided evenly.
+
+One description of transfers and one model of their time serve a step and many. Candidates that differ in a choice, such
+as ZeRO's stage, are different steps: a few dozen of them stand for all candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+import jax
+import numpy as np
+
+from jaxdist.mesh import AXES, CONTEXT, MODEL, PIPELINE, REPLICA
+from jaxdist.mesh.context import ulysses_elements
+from jaxdist.mesh.split import Split
+from jaxdist.models.loss import chunk_length
+from jaxdist.parallel.pipeline.formulas import lockstep_ticks
+from jaxdist.parallel.placing import ZeroOptions, placements
+from jaxdist.planning import stream_traffic, weight_traffic
+from jaxdist.planning.collective_time import Numbers
+from jaxdist.planning.parameter_layout import Placed
+from jaxdist.planning.predicted_collectives import Transfer
+from jaxdist.planning.runs import Runs, Step, in_loops, in_ticks
+from jaxdist.planning.search.candidates import (
+    BRANCHING,
+    MESH,
+    REMATS,
+    SCHEDULES,
+    SPLIT,
+    candidate_config,
+    neutral_config,
+)
+from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
+from jaxdist.planning.search.estimate import Device, layout_of
+from jaxdist.planning.search.screen_sizes import Sizes
+from jaxdist.planning.search.traffic_time import communication
+from jaxdist.sharding import Layout
+
+CHOICES = ("zero", "sequence", "outside", "remat", "schedule")
+"""The columns of what makes another step of a candidate; those of the mesh, micro-batches and chunks are its sizes."""
+
+
+@dataclass(frozen=True)
+class Steps(Sizes):
+    """Steps of the candidates in `columns`."""
+
+    def communication(self) -> tuple[Column, Column]:
+        """Return the seconds of transfers that nothing overlaps, and of those that arithmetic does.
+
+        What crosses the replicas is not among them.
+        """
+        exposed, overlapping = self._for_activations()._seconds(Steps._of_activations)
+        of_weights, beside = self._for_weights()._seconds(Steps._of_weights)
+        return exposed + of_weights, overlapping + beside
+
+    def distinct(self, *names: str) -> tuple[Self, Column]:
+        """Return the distinct rows of these columns alone, and for each row its index among those.
+
+        With `mesh`, they have the sizes of all axes too.
+        """
+        examples, kinds = distinct_rows(*(self.columns[name] for name in names))
+        if "mesh" in names:
+            names = (*names, *MESH)
+        columns = {name: self.columns[name][examples] for name in names}
+        return replace(self, columns=columns), kinds
+
+    def _for_activations(self) -> Self:
+        """Return the candidates without the choices that change no transfer of activations."""
+        m = self.config.model
+        zero = np.zeros_like(self.columns["zero"])
+        if m.traits.routed or m.documents == "apart":
+            # Stages 2 and 3 keep less for the backward pass.
+            zero = np.where(self.columns["zero"] >= 2, 2, 0)
+        return self._with(zero=zero, outside=np.zeros_like(zero))
+
+    def _for_weights(self) -> Self:
+        """Return the candidates without the choices that change no transfer of weights and gradients."""
+        stage = REMATS.index("stage")
+        remat = np.where(self.columns["remat"] == stage, stage, 0)
+        return self._with(remat=remat, sequence=np.zeros_like(remat))
+
+    def _with(self, **columns: Column) -> Self:
+        """Return the candidates with other columns, and with one schedule for all that run the same slots."""
+        plain = [number for number, name in enumerate(SCHEDULES) if name and number not in SPLIT]
+        schedule = self.columns["schedule"]
+        schedule = np.where(np.isin(schedule, plain), plain[0], schedule)
+        return replace(self, columns=self.columns | {"schedule": schedule} | columns)
+
+    def _seconds(self, described: Callable[[Self], Iterator[Transfer]]) -> tuple[Column, Column]:
+        """Return the exposed and the overlapping seconds of the transfers that are `described`."""
+        few, kinds = self.distinct(*CHOICES, "mesh", "micro", "virtual")
+        exposed = np.zeros(len(few.columns["mesh"]))
+        overlapping = np.zeros_like(exposed)
+        for rows, group in few._groups():
+            shape = dict.fromkeys(AXES, 1) | {axis: group.columns[axis] for axis in MESH}
+            found = communication(group.step, described(group), shape, self.cluster)
+            exposed[rows] = sum(found.exposed.values())
+            overlapping[rows] = found.overlapping
+        return exposed[kinds], overlapping[kinds]
+
+    def _groups(self) -> Iterator[tuple[Column, Self]]:
+        """Yield the indices of candidates that make the same choices, and these candidates."""
+        columns = self.columns | {name: getattr(self, name) for name in ("ring", "losses", "exchanged")}
+        choices = [self.columns[name] for name in CHOICES]
+        _, kinds = distinct_rows(self.ring.astype(int), *choices)
+        order = np.argsort(kinds, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1):
+            yield rows, replace(self, columns={name: column[rows] for name, column in columns.items()})
+
+    def _of_activations(self) -> Iterator[Transfer]:
+        """Yield the transfers of activations."""
+        return stream_traffic.predict(self.step)
+
+    @cached_property
+    def example(self) -> Split:
+        """A split with the choices of all candidates: an axis over which any of them splits something has size 2."""
+        config = candidate_config(self.config, {name: int(column[0]) for name, column in self.columns.items()})
+        return Split(config, {axis: 1 + int(self.columns[axis].max() > 1) for axis in AXES})
+
+    @cached_property
+    def step(self) -> Step:
+        """The step of all candidates, which make the same choices."""
+        c = self.columns
+        sizes = {axis: c[axis] for axis in AXES}
+        layout = layout_of(self.example, self.cluster)
+        axes = tuple((axis, sizes[axis]) for axis, _ in layout.axes)
+        layout = replace(layout, axes=axes, zigzag=bool(c["ring"][0]))
+        split = replace(self.example, shape=sizes)
+        return Step(split, layout, self._runs(), self.tokens, c["losses"], c["exchanged"])
+
+    @cached_property
+    def losses(self) -> Column:
+        """The chunks of a micro-batch's tokens, for each of which the loss is computed apart."""
+        platform = Layout(platform=Device(self.cluster).platform)
+
+        def of(length: int, rows: int) -> float:
+            return length // chunk_length(platform, length, rows)
+
+        return map_distinct(of, self.config.model.sequence // self.columns[CONTEXT], self.rows)
+
+    @cached_property
+    def exchanged(self) -> Column:
+        """The elements of each token that a device exchanges in a pass of attention for Ulysses."""
+
+        def of(model: int, context: int) -> float:
+            heads = Split(self.config, {MODEL: model}).heads
+            return ulysses_elements(1, heads, self.config.model.head_size, context)
+
+        return map_distinct(of, self.columns[MODEL], self.columns[CONTEXT])
+
+    def _runs(self) -> Runs:
+        """Return how often the parts of the step run, by the ticks of the schedule if there is one."""
+        micro = self.columns["micro"]
+        if not self.example.pipelined:
+            return in_loops(self.example, micro)
+        chunks = self.columns["virtual"]
+        schedule = self.columns["schedule"][0]
+        each = self._by_schedule(lockstep_ticks)
+        own: Numbers = 1
+        if schedule in BRANCHING:
+            # Ranks run F, B and W in different ticks, and so all of them run nearly every tick.
+            each = 3 * chunks * micro
+            own = 1 / 3
+        heads = np.maximum(micro, chunks * micro - (chunks - 1) * self.columns[PIPELINE])
+        ticks = {"F": each, "B": each, "H": heads}
+        if schedule in SPLIT:
+            ticks["W"] = each if schedule in BRANCHING else chunks * micro
+        return in_ticks(self.example.config.model.remat, ticks, self.layers_held // chunks, chunks, own=own)
+
+    def _of_weights(self) -> Iterator[Transfer]:
+        """Yield the transfers of weights and gradients, of parameters that are as large as all of a kind."""
+        layers = self.layers_held
+        yield from self._of_parameter("blocks", layers * self.layer_beside_experts, layers)
+        yield from self._of_parameter("tables", self.embeddings, 1)
+        if self.config.model.traits.routed:
+            yield from self._of_parameter("blocks", self.experts, layers, "experts")
+
+    def _of_parameter(self, name: str, use: Column, layers: Numbers, logical: str | None = None) -> Iterator[Transfer]:
+        """Yield the transfers in a replica of a parameter with so many elements in use, if only a part is trained."""
+        # Any dim that all meshes divide.
+        abstract = jax.ShapeDtypeStruct((2 ** len(AXES),), np.float32)
+        zero = ZeroOptions(self.example.config.parallel.zero)
+        layout = layout_of(self.example, self.cluster).without(REPLICA)
+        place = placements(layout, {name: (logical,)}, {name: abstract}, zero)[name]
+        for trained, part in ((True, self.trained), (False, 1 - self.trained)):
+            if part:
+                lies = replace(place, trained=trained)
+                p = Placed(name, (), (), lies, held=use, rest=use, use=part * use, shard=(), layers=layers)
+                yield from weight_traffic.predict(self.step, p)
+
+    # Scalar functions of the predictor, applied to columns.
+
+    @cached_property
+    def ring(self) -> Column:
+        """Whether attention is a ring over `context`: 1 or 0."""
+        neutral = neutral_config(self.config)
+
+        def of(schedule: int, context: int, model: int) -> float:
+            config = neutral
+            if schedule:
+                pipeline = config.pipeline.model_copy(update={"schedule": SCHEDULES[schedule]})
+                config = config.model_copy(update={"pipeline": pipeline})
+            return Split(config, {PIPELINE: 2 if schedule else 1, CONTEXT: context, MODEL: model}).ring
+
+        c = self.columns
+        return map_distinct(of, c["schedule"], c[CONTEXT], c[MODEL])
+
+    def _by_schedule(self, function: Callable[[str, int, int, int], float]) -> Column:
+        """Return `function(name, S, M, v)` for each row that is a pipeline, and 0 for the others."""
+
+        def by_name(number: int, *sizes: int) -> float:
+            if not number:
+                return 0.0
+            return function(SCHEDULES[number], *sizes)
+
+        c = self.columns
+        return map_distinct(by_name, c["schedule"], c[PIPELINE], c["micro"], c["virtual"])

@@ -1,0 +1,111 @@
+"""Predict the seconds in which the devices of a step communicate, by part: of one step, or of many in arrays.
+
+`estimate` asks for one candidate, with the transfers that `communication` predicts for its real layout. `screen` asks
+for all candidates of a search at once, with the transfers of theory for sizes that divide evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from jaxdist.config import ModelConfig
+from jaxdist.mesh import BATCH_AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA
+from jaxdist.planning import expert_rows
+from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.collective_time import Numbers
+from jaxdist.planning.predicted_collectives import ALL_TO_ALL, PERMUTE, Transfer
+from jaxdist.planning.replica_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
+from jaxdist.planning.runs import Step
+from jaxdist.planning.search.attention_time import ring_seconds
+from jaxdist.planning.transfer_time import merge_calls, seconds
+
+
+@dataclass
+class Communication:
+    """Seconds of a step's transfers."""
+
+    exposed: dict[str, Numbers]
+    """Part of the step -> seconds that nothing overlaps."""
+    overlapping: Numbers = 0.0
+    """Seconds of weights and gradients that are sent while others are computed with."""
+
+
+def communication(
+    step: Step, transfers: Iterable[Transfer], shape: Mapping[str, Numbers], cluster: Cluster
+) -> Communication:
+    """Return the seconds of these transfers of a step on a mesh of `shape`.
+
+    With local steps they are those of one replica, priced where it lies on the whole mesh.
+    """
+    transfers = list(transfers)
+    found = Communication(dict.fromkeys(communicating(step.config.model), 0.0))
+    for transfer in merge_calls(transfers):
+        if _is_step_of_ring(transfer):
+            continue
+        took = seconds(transfer, shape, cluster)
+        overlaps = _overlaps_arithmetic(transfer, step, shape)
+        found.overlapping += overlaps * took
+        found.exposed[purpose(transfer)] += (1 - overlaps) * took
+    if any(map(_is_step_of_ring, transfers)):
+        found.exposed[CONTEXT] += ring_seconds(step, shape, cluster)
+    for transfer in merge_calls(_further_rounds(step, transfers)):
+        found.exposed[EXPERT] += seconds(transfer, shape, cluster)
+    # A rank that branches takes part in the collectives of its own units only, not in those of every tick.
+    for axis in found.exposed.keys() & {CONTEXT, EXPERT, MODEL}:
+        found.exposed[axis] *= step.runs.own
+    return found
+
+
+def communicating(m: ModelConfig) -> tuple[str, ...]:
+    """Return the parts of a step in which devices communicate."""
+    if m.traits.routed:
+        return (CONTEXT, EXPERT, MODEL, PIPELINE, DATA)
+    return (CONTEXT, MODEL, PIPELINE, DATA)
+
+
+def purpose(transfer: Transfer) -> str:
+    """Return the part of a step that a transfer belongs to: `data` for weights and gradients, else a mesh axis.
+
+    Of what crosses `expert`, only all-to-alls are rows of experts. Of what crosses `context`, only all-to-alls and
+    messages count for attention; all else is weights and gradients, but for where documents start and how many tokens
+    experts get, which are small.
+    """
+    if transfer.kind == ALL_TO_ALL and transfer.axes == (EXPERT,):
+        return EXPERT
+    if transfer.kind in (ALL_TO_ALL, PERMUTE) and transfer.axes == (CONTEXT,):
+        return CONTEXT
+    if set(transfer.axes) & {*BATCH_AXES, CONTEXT}:
+        return DATA
+    return MODEL if MODEL in transfer.axes else PIPELINE
+
+
+def _is_step_of_ring(transfer: Transfer) -> bool:
+    """Return whether a transfer belongs to the steps of ring attention, which `ring_seconds` prices."""
+    return transfer.kind == PERMUTE and purpose(transfer) == CONTEXT
+
+
+def _further_rounds(step: Step, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
+    """Yield the all-to-alls of the rounds after the first one, which are not among `transfers`.
+
+    Their number is not known, so that it is assumed here.
+    """
+    if not step.config.model.traits.routed:
+        return
+    first, times, further = expert_rows.all_rounds(step.config.model, step.tokens)
+    for transfer in transfers:
+        if purpose(transfer) == EXPERT:
+            yield replace(
+                transfer, calls=transfer.calls * times, elements=transfer.elements * (times * further / first)
+            )
+
+
+def _overlaps_arithmetic(transfer: Transfer, step: Step, shape: Mapping[str, Numbers]) -> Numbers:
+    """Return whether a transfer carries weights or gradients while others are computed with: those of other layers."""
+    parallel = step.config.parallel
+    if transfer.axes == (REPLICA,):
+        # What crosses the replicas does so before the first layer, or after the last, but for gradients that do so
+        # during the next step.
+        return parallel.delayed_gradients and transfer.what in (BETWEEN_REPLICAS, SECOND_FACTORS)
+    once_per_layer = transfer.calls * shape[PIPELINE] >= step.config.model.layers
+    return once_per_layer * (purpose(transfer) == DATA and parallel.zero >= 2)
