@@ -23,7 +23,7 @@ Count = TypeVar("Count", int, "np.ndarray")
 """A whole number, or an array of them."""
 
 
-def own_rows(batch: Count, micro_batches: Count, ranks: Count) -> Count:
+def own_rows(batch: int, micro_batches: Count, ranks: Count) -> Count:
     """Return the rows of a micro-batch on one device: `ranks` share those of the global `batch`."""
     return batch // (micro_batches * ranks)
 

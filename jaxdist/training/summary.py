@@ -17,7 +17,7 @@ import numpy as np
 from jaxdist import __version__
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.runtime import host_lines, notes
-from jaxdist.mesh import CONTEXT, PIPELINE, REPLICA, axes_across, describe
+from jaxdist.mesh import CONTEXT, REPLICA, axes_across, describe
 from jaxdist.models.attention import attention_kernel
 from jaxdist.output.units import counted, size
 from jaxdist.planning import (
@@ -271,7 +271,7 @@ def _layout(run: Run) -> list[Row]:
     rows = [("note", note) for note in notes]
     if all(p.held == p.use == p.elements for p in parameters):
         return [*rows, ("layout", "every parameter lies whole on every device")]
-    pipelined = run.mesh.shape[PIPELINE] > 1
+    pipelined = run.split.pipelined
     head, *lines = parameter_layout.listing(parameters, [memory.state(run.config, p, pipelined) for p in parameters])
     return [*rows, ("layout", head), *(("", line) for line in lines)]
 
@@ -279,7 +279,7 @@ def _layout(run: Run) -> list[Row]:
 def _no_stages(run: Run) -> list[str]:
     """Return a note about recomputed stages on a mesh whose pipeline axis was filled with 1."""
     config = run.config
-    if run.mesh.shape[PIPELINE] > 1 or config.model.remat != "stage":
+    if run.split.pipelined or config.model.remat != "stage":
         return []
     return [f"mesh {config.mesh} has no stages here, so model.remat stage recomputes blocks"]
 

@@ -39,6 +39,7 @@ from jaxdist.mesh import (
     EXPERT,
     MODEL,
     PIPELINE,
+    MeshShape,
     abstract_mesh,
     crossing,
     parse_mesh,
@@ -125,9 +126,9 @@ class Estimate:
         return self.split.config
 
     @property
-    def shape(self) -> Mapping[str, int]:
+    def shape(self) -> MeshShape:
         """The mesh."""
-        return self.split.shape
+        return dict(self.split.shape)
 
     @cached_property
     def seconds(self) -> float:
@@ -193,7 +194,7 @@ def label(candidate: Estimate) -> str:
         words.append(candidate.attention.form)
     if config.parallel.zero:
         words.append(f"ZeRO {config.parallel.zero}")
-    if candidate.shape[PIPELINE] > 1:
+    if candidate.split.pipelined:
         words.append(config.pipeline.schedule)
     words += [counted(candidate.micro, "micro-batch"), f"remat {config.model.remat}"]
     if candidate.in_force:

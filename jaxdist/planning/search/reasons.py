@@ -27,7 +27,7 @@ def reason(plan: Plan) -> str:
         sentences.append(_context(plan, first))
     if first.shape[MODEL] > 1:
         sentences.append(_tensors(plan, first))
-    if first.shape[PIPELINE] > 1:
+    if first.split.pipelined:
         sentences.append(_stages(first))
     return "; ".join(filter(None, sentences))
 
