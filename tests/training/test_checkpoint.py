@@ -29,7 +29,7 @@ def state(step: int, size: int = 8) -> TrainState:
     """`size` x 1000 numbers in three arrays: parameters, and two moments."""
     array = lambda key: jax.random.normal(jax.random.key(100 * step + key), (size, 1000))
     params, moments = {"w": array(0)}, ({"w": array(1)}, {"w": array(2)})
-    return TrainState(jnp.asarray(step), params, moments, jnp.asarray(3), jnp.asarray(1), variables={})
+    return TrainState(jnp.asarray(step), params, moments, jnp.asarray(3), jnp.asarray(1), variables={}, crossing={})
 
 
 def abstract(of: TrainState) -> TrainState:
