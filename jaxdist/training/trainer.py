@@ -42,7 +42,7 @@ from jaxdist.training.copies import check_named
 from jaxdist.training.data_progress import DataProgress
 from jaxdist.training.disk_errors import disk_error, one_sentence
 from jaxdist.training.forward.local_step import LocalStep
-from jaxdist.training.forward.step import Batch, TrainState
+from jaxdist.training.forward.step import Batch, Step, TrainState
 from jaxdist.training.meter import Diverged, Meter
 from jaxdist.training.metrics import Log, SilentLog
 from jaxdist.training.plots import plot_loss
@@ -61,7 +61,7 @@ from jaxdist.weights.base import Base, NoBase, base_for
 from jaxdist.weights.pretrained import keep_files
 from jaxdist.weights.source import source_of
 
-RUNNERS = {LocalStep: RoundRunner}
+RUNNERS: dict[type[Step], type[StepRunner] | type[RoundRunner]] = {LocalStep: RoundRunner}
 """What takes the steps that are programs of more than one kind."""
 
 
