@@ -29,6 +29,7 @@ def test_four_nodes_train_as_one_process_does(cluster, words, tmp_path, alone, t
     assert said.count("loss") > 0
 
 
+@pytest.mark.slow
 def test_three_tasks_cannot_have_four_devices(cluster, words):
     said = cluster.run("srun", "-N3", "--ntasks-per-node=1", PYTHON, *TRAIN, *words("--mesh=4x1x1"), code=2)
     assert "4 devices, which do not divide by 3 processes; start 1, 2, 4 processes" in said

@@ -99,7 +99,8 @@ def test_neighbours_send_the_residual_stream_and_its_gradient_once_per_tick(mesh
     assert max(one.depth for one in sent) == 1
 
 
-@pytest.mark.parametrize(("zero", "remat"), thinned([(0, "stage"), (1, "none")], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "remat"), [(0, "stage"), (1, "none")])
 def test_each_gradient_is_reduced_over_data_once_after_the_loops(zero, remat):
     _, found = moved(config("2x1x2", zero=zero, remat=remat))
     over = [one for one in found if "data" in one.axes and one.array_elements]

@@ -64,6 +64,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_shows_every_knob_as_help_does(site, capsys):
     shown = Text.of((site / "reference" / "knobs.html").read_text())
     with pytest.raises(SystemExit):
@@ -75,6 +76,7 @@ def test_the_site_shows_every_knob_as_help_does(site, capsys):
         assert words in helped, knob
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_a_network(site):
     for page in ("index.html", "reference/knobs.html", "explanation/sharding.html"):
         html = (site / page).read_text()

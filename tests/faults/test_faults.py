@@ -39,7 +39,8 @@ Trainer.batch = stuck_reader
 """
 
 
-@pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [1, 0])
 def test_an_exception_in_one_process_ends_all_and_is_told_last(words, tmp_path, who):
     with job(train(words(*LONG), 2, READER_FAILS.format(who=who))) as running:
         until(lambda: step_of(tmp_path / "run") >= 5, running)

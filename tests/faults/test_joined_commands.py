@@ -35,6 +35,7 @@ def trained(text, tmp_path_factory, caches):
     return folder
 
 
+@pytest.mark.slow
 def test_evaluate_in_two_processes_is_evaluate_in_one(trained, tmp_path, monkeypatch, capfd):
     """On data that has not been tokenized yet."""
     words = [str(trained), "--mesh=4x1x1", "--parallel.zero=3"]

@@ -133,6 +133,7 @@ def test_while_it_saves_a_second_signal_spoils_nothing(words, tmp_path, processe
         check_saved(folder, running, "SIGTERM")
 
 
+@pytest.mark.slow
 def test_while_it_waits_for_data(words, tmp_path):
     folder = tmp_path / "run"
     with job(train(words(*LONG), 1, NO_DATA)) as running:

@@ -135,6 +135,7 @@ def call(graph, params, rest, x, train):
     return module(x), nnx.state(module, nnx.Not(nnx.Param))
 
 
+@pytest.mark.slow
 def test_every_residual_branch_starts_at_zero(resnet):
     """Each block without a projection is then the identity, in both modes (its input is not negative)."""
     module = nnx.merge(*resnet, copy=True)

@@ -55,6 +55,7 @@ def printed(report, monkeypatch, capfd):
     return of
 
 
+@pytest.mark.slow
 def test_both_programs_are_as_predicted(report, printed):
     code, text = printed("--json")
     assert code == 0

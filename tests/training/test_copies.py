@@ -196,6 +196,7 @@ tell([process, found])
 """
 
 
+@pytest.mark.slow
 def test_two_processes_with_different_copies_end_with_one_sentence(tmp_path):
     """Every kind of change, also in the base of adapters and in the step of a run; the same files are read."""
     kinds = ["a shard x 0.5", "the tokenizer", "the template", "a file less"]

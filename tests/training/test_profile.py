@@ -201,6 +201,7 @@ def test_a_run_that_goes_on_traces_what_is_left(first, took, tmp_path, monkeypat
     assert said == ([] if took else ["profile     none: the run takes the steps 4 to 4, not 2-3"])
 
 
+@pytest.mark.slow
 def test_a_traced_run_learns_the_same_and_shows_its_all_reduces(run, capsys):
     small = ("--mesh=2x1x1", "--train.steps=4", "--checkpoint.every=4", "--validation.every=2", "--model.layers=1")
     plain = run("plain", *small)
