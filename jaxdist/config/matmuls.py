@@ -36,6 +36,11 @@ SPLIT = {"N": "heads", "K": "heads", "F": "mlp"}
 """The logical axis that the model axis splits, by the letters that it may split."""
 
 
+NORM1 = "norm1"
+NORM2 = "norm2"
+"""The norms before attention and before the MLP, by their paths in the parameters of a layer."""
+
+
 @dataclass(frozen=True)
 class Part:
     """One of the weights that lie side by side in an array, or the only one."""
@@ -59,6 +64,8 @@ class Matmul:
     parts: tuple[Part, ...]
     sizes: Mapping[str, int] = field(repr=False)
     """The size of each letter."""
+    norm: str = ""
+    """The norm of a layer whose result enters it; empty where rows are split."""
     bias: bool = False
     """Whether a bias is added to what it makes."""
     adaptable: bool = True
@@ -184,12 +191,21 @@ def matmuls_of(config: ModelConfig) -> dict[str, Matmul]:
     return {row.path: row for row in rows}
 
 
+def columns_of(config: ModelConfig) -> dict[str, list[Matmul]]:
+    """Return the weights of a layer that the residual stream enters, by the logical axis that splits their columns."""
+    columns: dict[str, list[Matmul]] = {}
+    for matmul in matmuls_of(config).values():
+        if matmul.is_column and matmul.split:
+            columns.setdefault(matmul.split, []).append(matmul)
+    return columns
+
+
 def _attention(config: ModelConfig) -> Iterator[Matmul]:
     sizes = sizes_of(config)
     biased = config.traits.biased
     fused = (Part("q_proj", "NH"), Part("k_proj", "KH"), Part("v_proj", "KH"))
     letters = "DKCH" if config.traits.grouped else "DCNH"
-    yield Matmul("attention.qkv", letters, "D", fused, sizes, bias=biased or config.qkv_bias)
+    yield Matmul("attention.qkv", letters, "D", fused, sizes, NORM1, bias=biased or config.qkv_bias)
     out = (Part("o_proj", "D"),)
     yield Matmul("attention.out", "NHD", "NH", out, sizes, bias=biased, scale=_scale_onto_stream(config))
 
@@ -199,9 +215,9 @@ def _mlp(config: ModelConfig) -> Iterator[Matmul]:
     biased = config.traits.biased
     up = Part("up_proj", "F")
     if config.traits.gated:
-        yield Matmul("mlp.gate_up", "DCF", "D", (Part("gate_proj", "F"), up), sizes, bias=biased)
+        yield Matmul("mlp.gate_up", "DCF", "D", (Part("gate_proj", "F"), up), sizes, NORM2, bias=biased)
     else:
-        yield Matmul("mlp.up", "DF", "D", (up,), sizes, bias=biased)
+        yield Matmul("mlp.up", "DF", "D", (up,), sizes, NORM2, bias=biased)
     yield _down(config, "mlp.down", "FD", sizes)
 
 
@@ -213,14 +229,14 @@ def _experts(config: ModelConfig) -> Iterator[Matmul]:
     sizes = sizes_of(config)
     whole = ("norm", "router")
     scores = (Part("gate", "E"),)
-    yield Matmul("mlp.router", "DE", "D", scores, sizes, adaptable=False, kept=False, whole=whole, exact=True)
+    yield Matmul("mlp.router", "DE", "D", scores, sizes, NORM2, adaptable=False, kept=False, whole=whole, exact=True)
     gate_up = (Part("gate_proj", "F"), Part("up_proj", "F"))
     chosen = config.experts_per_token
-    yield Matmul("mlp.gate_up", "EDCF", "D", gate_up, sizes, adaptable=False, chosen=chosen)
+    yield Matmul("mlp.gate_up", "EDCF", "D", gate_up, sizes, NORM2, adaptable=False, chosen=chosen)
     yield replace(_down(config, "mlp.down", "EFD", sizes), adaptable=False, chosen=chosen)
     if config.shared_experts:
         width = {**sizes, "F": config.shared_experts * config.expert_size}
-        yield Matmul("mlp.shared_gate_up", "DCF", "D", gate_up, width, adaptable=False)
+        yield Matmul("mlp.shared_gate_up", "DCF", "D", gate_up, width, NORM2, adaptable=False)
         yield replace(_down(config, "mlp.shared_down", "FD", width), adaptable=False)
 
 

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from jaxdist.config import Config, lora
-
-COLUMNS = {"heads": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
-"""The weights of a layer that the residual stream enters, by the logical axis that splits their columns."""
-
-SHIFTS = {"heads": "blocks.norm1.bias", "mlp": "blocks.norm2.bias"}
-"""Parameters that shift what enters these columns, if the model has them (GPT)."""
+from jaxdist.config.matmuls import columns_of
 
 WHOLE_BLOCK = ("block", "stage", "offload")
 """The values of `model.remat` that multiply all weights of a layer again in its backward pass."""
@@ -21,7 +16,8 @@ def learns_tables(config: Config) -> bool:
 
 def learns_columns(config: Config, logical: str) -> bool:
     """Return whether the residual stream enters trained weights along `logical`, whose gradients need it again."""
-    return not config.model.frozen or bool(set(COLUMNS[logical]) & set(lora.adapted(config.model)))
+    names = {part.name for matmul in columns_of(config.model)[logical] for part in matmul.parts}
+    return not config.model.frozen or bool(names & set(lora.adapted(config.model)))
 
 
 def enters_again(config: Config, logical: str) -> bool:
@@ -31,4 +27,6 @@ def enters_again(config: Config, logical: str) -> bool:
 
 def forward_only(config: Config) -> set[str]:
     """Return the names of parameters whose values no gradient needs because the weights behind them are frozen."""
-    return {name for logical, name in SHIFTS.items() if not enters_again(config, logical)}
+    unused = [matmuls for logical, matmuls in columns_of(config.model).items() if not enters_again(config, logical)]
+    # A norm with a bias shifts what enters these weights.
+    return {f"blocks.{matmul.norm}.bias" for matmuls in unused for matmul in matmuls}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from jaxdist.config.matmuls import columns_of
 from jaxdist.mesh import PIPELINE
 from jaxdist.mesh.split import compute_width
 from jaxdist.models.experts import METERS
@@ -62,7 +63,7 @@ def _moved(step: Step, what: str, kind: str, axes: Collection[str], calls: Numbe
 def _layers(step: Step) -> Iterator[Transfer]:
     """Yield the moves of the residual stream between a layer's matmuls: tensor and sequence parallelism."""
     passes = step.runs.passes
-    for logical in ("heads", "mlp"):
+    for logical in columns_of(step.config.model):
         # Where a layer is recomputed, attention's output is computed again; the MLP's is not needed.
         reduced = passes.forward + passes.rerun + passes.backward
         if logical == "heads":
