@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -50,6 +51,8 @@ class _Widths(NamedTuple):
     """The rows themselves that experts get, as wide as the residual stream; 0 without experts."""
 
 
+# A search asks for the widths of a few layouts, thousands of times.
+@lru_cache(maxsize=256)
 def _widths(m: ModelConfig, layout: Layout) -> _Widths:
     """Return the widths of a layer."""
     matmuls = list(matmuls_of(m).values())
