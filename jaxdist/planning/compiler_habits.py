@@ -15,12 +15,11 @@ from typing import NamedTuple
 from packaging.version import Version
 
 from jaxdist.mesh import CONTEXT
-from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.context_traffic import KEYS, STARTS
 from jaxdist.planning.expert_traffic import ROWS
 from jaxdist.planning.parameter_layout import Placed
 from jaxdist.planning.pipelines import Pipeline
-from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Transfer
+from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Count, Transfer
 from jaxdist.planning.runs import Step
 from jaxdist.planning.stream_traffic import BETWEEN_STAGES, LOOKED_UP, LOOKED_UP_POSITIONS
 from jaxdist.planning.weight_traffic import GRADIENTS, WEIGHTS
@@ -58,7 +57,7 @@ class Sent(NamedTuple):
 class Correction(Habit):
     """A habit that changes how often something is sent."""
 
-    calls: Callable[[Sent], Numbers]
+    calls: Callable[[Sent], Count]
     """How often XLA sends it: as often as theory says where the habit does not concern it."""
 
 
@@ -84,17 +83,17 @@ def _is_in_no_loop(sent: Sent, what: str) -> bool:
     return p is not None and p.layers == 1 and not sent.step.pipe and sent.transfer.what.startswith(what)
 
 
-def _of_an_only_layer(sent: Sent) -> Numbers:
+def _of_an_only_layer(sent: Sent) -> Count:
     if _is_in_no_loop(sent, WEIGHTS):
         return min(sent.transfer.calls, sent.step.runs.loops.forward)
     return sent.transfer.calls
 
 
-def _once_for_all_groups(sent: Sent) -> Numbers:
+def _once_for_all_groups(sent: Sent) -> Count:
     return 1 if _is_in_no_loop(sent, WEIGHTS) else sent.transfer.calls
 
 
-def _behind_the_sum_of_groups(sent: Sent) -> Numbers:
+def _behind_the_sum_of_groups(sent: Sent) -> Count:
     adds_up = sent.transfer.kind == ALL_REDUCE and _is_in_no_loop(sent, GRADIENTS)
     if adds_up and sent.parameter and not sent.parameter.place.dealt:
         return 1
@@ -111,11 +110,11 @@ def _chunk_of_one_layer(sent: Sent) -> Pipeline | None:
     return step.pipe if only and step.pipe.flush and step.config.parallel.zero == 3 else None
 
 
-def _once_for_all_ticks(sent: Sent) -> Numbers:
+def _once_for_all_ticks(sent: Sent) -> Count:
     return 1 if _chunk_of_one_layer(sent) else sent.transfer.calls
 
 
-def _once_for_segments_of_a_tick(sent: Sent) -> Numbers:
+def _once_for_segments_of_a_tick(sent: Sent) -> Count:
     pipe = _chunk_of_one_layer(sent)
     if pipe is None:
         return sent.transfer.calls
@@ -124,7 +123,7 @@ def _once_for_segments_of_a_tick(sent: Sent) -> Numbers:
     return sum(ticks for ticks in lengths if ticks > 1) + int(1 in lengths)
 
 
-def _without_the_last_message(sent: Sent) -> Numbers:
+def _without_the_last_message(sent: Sent) -> Count:
     pipe = sent.step.pipe
     slots = [slot for slot, what in BETWEEN_STAGES.items() if what == sent.transfer.what]
     if pipe is None or not pipe.flush or not slots:
@@ -133,7 +132,7 @@ def _without_the_last_message(sent: Sent) -> Numbers:
     return sent.transfer.calls - int(end - first == 1)
 
 
-def _without_what_no_stage_looks_up(sent: Sent) -> Numbers:
+def _without_what_no_stage_looks_up(sent: Sent) -> Count:
     pipe = sent.step.pipe
     transfer = sent.transfer
     looked_up = transfer.what == LOOKED_UP and transfer.kind != ALL_GATHER
@@ -145,7 +144,7 @@ def _without_what_no_stage_looks_up(sent: Sent) -> Numbers:
     return transfer.calls - sum(not needed[tick] for tick in alone)
 
 
-def _with_the_vectors_of_tokens(sent: Sent) -> Numbers:
+def _with_the_vectors_of_tokens(sent: Sent) -> Count:
     layout = sent.step.layout
     positions = sent.transfer.what == LOOKED_UP_POSITIONS and sent.transfer.kind == REDUCE_SCATTER
     if positions and layout.split("vocab") == layout.sequence_parallel:
@@ -153,13 +152,13 @@ def _with_the_vectors_of_tokens(sent: Sent) -> Numbers:
     return sent.transfer.calls
 
 
-def _rows_for_each_purpose(sent: Sent) -> Numbers:
+def _rows_for_each_purpose(sent: Sent) -> Count:
     if sent.transfer.what != ROWS or sent.step.pipe:
         return sent.transfer.calls
     return sent.transfer.calls + sent.step.runs.passes.recomputed
 
 
-def _starts_before_all_loops(sent: Sent) -> Numbers:
+def _starts_before_all_loops(sent: Sent) -> Count:
     runs = sent.step.runs
     if sent.transfer.what != STARTS:
         return sent.transfer.calls
@@ -170,14 +169,14 @@ def _starts_before_all_loops(sent: Sent) -> Numbers:
     return sent.transfer.calls if in_a_loop else runs.heads
 
 
-def _starts_before_forward_loops(sent: Sent) -> Numbers:
+def _starts_before_forward_loops(sent: Sent) -> Count:
     runs = sent.step.runs
     if sent.transfer.what != STARTS or sent.step.pipe or runs.inside:
         return sent.transfer.calls
     return sent.transfer.calls - runs.passes.forward + runs.loops.forward
 
 
-def _keys_of_all_steps(sent: Sent) -> Numbers:
+def _keys_of_all_steps(sent: Sent) -> Count:
     """Return the calls where the backward pass sends all keys and values that its recomputation needs."""
     if sent.transfer.what != KEYS:
         return sent.transfer.calls
@@ -185,13 +184,13 @@ def _keys_of_all_steps(sent: Sent) -> Numbers:
     return sent.transfer.calls - 2 * steps * _repeats_of_attention(sent.step)
 
 
-def _keys_of_the_first_step(sent: Sent) -> Numbers:
+def _keys_of_the_first_step(sent: Sent) -> Count:
     if sent.transfer.what != KEYS:
         return sent.transfer.calls
     return sent.transfer.calls - 2 * _repeats_of_attention(sent.step)
 
 
-def _repeats_of_attention(step: Step) -> Numbers:
+def _repeats_of_attention(step: Step) -> Count:
     """Return how often attention is repeated in one part of the program with its backward pass."""
     return step.runs.passes.recomputed + step.runs.passes.attended
 

@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from jaxdist.mesh import CONTEXT
 from jaxdist.mesh.context import ring_elements
 from jaxdist.mesh.split import compute_width
-from jaxdist.planning.collective_time import Numbers
-from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_TO_ALL, F32, PERMUTE, Transfer, transfer
+from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_TO_ALL, F32, PERMUTE, Count, Transfer, transfer
 from jaxdist.planning.runs import Step
 from jaxdist.sharding import SEQUENCE
 
@@ -56,7 +55,7 @@ def _ring(step: Step) -> Iterator[Transfer]:
     # Keys and values are an array each.
     round_trip = 2 * (ranks - 1)
 
-    def moved(what: str, calls: Numbers, elements: Numbers, width: int) -> Transfer:
+    def moved(what: str, calls: Count, elements: Count, width: int) -> Transfer:
         return transfer(layout, what, PERMUTE, {CONTEXT}, calls, elements, width)
 
     rounds = passes.attention + passes.backward

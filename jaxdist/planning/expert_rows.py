@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxdist.config import ModelConfig
 from jaxdist.parallel.experts import Rounds, rounds_for
+from jaxdist.planning.predicted_collectives import Count
 
 Numbers = np.ndarray | float
 
@@ -32,7 +33,7 @@ def rounds(m: ModelConfig, tokens: float) -> Rounds:
     return rounds_for(round(tokens), m.experts_per_token, m.experts, m.capacity_factor)
 
 
-def first_round(m: ModelConfig, tokens: Numbers) -> Numbers:
+def first_round(m: ModelConfig, tokens: Count) -> Count:
     """Return the rows of the first round, over all queues: E C."""
     if np.ndim(tokens):
         return m.experts * all_rounds(m, tokens)[0]

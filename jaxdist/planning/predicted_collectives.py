@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from jaxdist.mesh import AXES
 from jaxdist.sharding import Layout
@@ -19,6 +20,10 @@ F32 = 4
 """Bytes of a number in float32."""
 
 
+Count = Any
+"""A whole number, or where many steps are predicted at once an array of them, with one for each step."""
+
+
 @dataclass(frozen=True)
 class Transfer:
     """One kind of collective for one purpose: all its calls in a step."""
@@ -28,16 +33,16 @@ class Transfer:
     kind: str
     axes: tuple[str, ...]
     """The mesh axes that it runs over, outermost first."""
-    devices: int
+    devices: Count
     """Devices in one group."""
-    calls: int
-    elements: int
+    calls: Count
+    elements: Count
     """Elements on one device, summed over the calls: the results of all-gathers, the operands of all other kinds."""
     width: int
     """Bytes of an element."""
 
     @property
-    def payload_bytes(self) -> int:
+    def payload_bytes(self) -> Count:
         """The bytes of `elements`."""
         return self.elements * self.width
 
@@ -57,7 +62,7 @@ class Transfer:
 
 
 def transfer(
-    layout: Layout, what: str, kind: str, axes: Iterable[str], calls: int, elements: int, width: int
+    layout: Layout, what: str, kind: str, axes: Iterable[str], calls: Count, elements: Count, width: int
 ) -> Transfer:
     """Make a transfer over the axes that the mesh has; an axis of size 1 is left out."""
     sizes = dict(layout.axes)

@@ -25,8 +25,8 @@ from jaxdist.mesh.context import ulysses_elements
 from jaxdist.mesh.split import Split
 from jaxdist.models.loss import chunk_length
 from jaxdist.planning.adapters import WHOLE_BLOCK
-from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.pipelines import Pipeline
+from jaxdist.planning.predicted_collectives import Count
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import Layout
 
@@ -35,23 +35,23 @@ from jaxdist.sharding import Layout
 class Passes:
     """How often layers run, by what a pass is for."""
 
-    forward: Numbers
-    backward: Numbers
-    weights: Numbers
+    forward: Count
+    backward: Count
+    weights: Count
     """Passes that make the gradients of weights."""
-    rerun: Numbers = 0
+    rerun: Count = 0
     """Forward passes that are repeated in a loop of their own, before the backward pass."""
-    recomputed: Numbers = 0
+    recomputed: Count = 0
     """Forward passes that are repeated beside the backward pass of a layer, and whose result nothing needs."""
-    attended: Numbers = 0
+    attended: Count = 0
     """Backward passes that repeat attention alone."""
 
     @property
-    def attention(self) -> Numbers:
+    def attention(self) -> Count:
         """Passes that run attention forwards: its results are kept only where nothing is repeated."""
         return self.forward + self.rerun + self.recomputed + self.attended
 
-    def times(self, count: Numbers) -> Passes:
+    def times(self, count: Count) -> Passes:
         """Return these passes, each of them so many times."""
         return Passes(**{field.name: count * getattr(self, field.name) for field in fields(self)})
 
@@ -62,19 +62,19 @@ class Runs:
 
     loops: Passes
     """Loops over layers, each of which uses one version of their weights."""
-    layers: Numbers
+    layers: Count
     """The layers that a loop runs."""
-    heads: Numbers
+    heads: Count
     """Micro-batches that run the head and the loss."""
-    embedded: Numbers
+    embedded: Count
     """Micro-batches whose tokens are looked up."""
-    unembedded: Numbers
+    unembedded: Count
     """Micro-batches with a gradient of what is looked up."""
-    micro_batches: Numbers = 1
+    micro_batches: Count = 1
     """The micro-batches that a loop takes through a layer before the next layer."""
-    outside: Numbers = 1
+    outside: Count = 1
     """How often what stands outside the layers is gathered and reduced, where it is for each loop (ZeRO 2 and 3)."""
-    chunks: Numbers = 1
+    chunks: Count = 1
     """The parts of a device's layers, one of which a loop runs."""
     flush: bool = True
     """Whether the weights are the same for a whole step. If not, each loop gathers its own, at every ZeRO stage."""
@@ -84,7 +84,7 @@ class Runs:
     """Whether a loop over micro-batches lies inside the one over layers."""
     stage: bool = False
     """Whether a whole chunk is recomputed, apart from its backward pass."""
-    own: Numbers = 1
+    own: Count = 1
     """The part of its loops in which a rank has something to do, where it branches and does nothing in the others."""
     keeps_all: bool = False
     """Whether the forward pass keeps all arrays, those that it has gathered or exchanged among them."""
@@ -94,7 +94,7 @@ class Runs:
         """How often a device runs a layer for one micro-batch."""
         return self.loops.times(self.layers * self.micro_batches)
 
-    def merged(self, learns: bool = True) -> Numbers:
+    def merged(self, learns: bool = True) -> Count:
         """Return how often a layer sends what its recomputation needs, and the gradients of its weights if it `learns`.
 
         The backward pass of a layer sends it once for both, unless one of them is elsewhere in the program.
@@ -105,7 +105,7 @@ class Runs:
         return passes.weights if learns else passes.recomputed
 
 
-def in_loops(split: Split, micro_batches: Numbers) -> Runs:
+def in_loops(split: Split, micro_batches: Count) -> Runs:
     """Return the runs of a step without a pipeline, in so many micro-batches."""
     remat = split.config.model.remat
     by_layer = split.config.parallel.zero >= 2
@@ -131,11 +131,11 @@ def in_loops(split: Split, micro_batches: Numbers) -> Runs:
 
 def in_ticks(
     remat: str,
-    ticks: Mapping[str, Numbers],
-    depth: Numbers,
-    chunks: Numbers = 1,
+    ticks: Mapping[str, Count],
+    depth: Count,
+    chunks: Count = 1,
     flush: bool = True,
-    own: Numbers = 1,
+    own: Count = 1,
 ) -> Runs:
     """Return the runs of a step of a pipeline, by the ticks of each slot; of W, if it splits the backward pass.
 
@@ -177,11 +177,11 @@ class Step:
     split: Split
     layout: Layout
     runs: Runs
-    tokens: Numbers
+    tokens: Count
     """The tokens of a micro-batch on one device."""
-    losses: Numbers
+    losses: Count
     """Chunks of these tokens, for each of which the loss is computed apart."""
-    exchanged: Numbers
+    exchanged: Count
     """The elements of each token that a device exchanges in a pass of attention for Ulysses."""
     pipe: Pipeline | None = None
     """The pipeline of one step, if it has one; None for many."""

@@ -16,13 +16,13 @@ from jaxdist.mesh.split import compute_width
 from jaxdist.models.experts import METERS
 from jaxdist.planning import context_traffic, expert_traffic
 from jaxdist.planning.adapters import learns_columns, learns_tables
-from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     F32,
     PERMUTE,
     REDUCE_SCATTER,
+    Count,
     Transfer,
     transfer,
 )
@@ -53,7 +53,7 @@ def predict(step: Step) -> Iterator[Transfer]:
         yield from _between_stages(step)
 
 
-def _moved(step: Step, what: str, kind: str, axes: Collection[str], calls: Numbers, part: bool = False) -> Transfer:
+def _moved(step: Step, what: str, kind: str, axes: Collection[str], calls: Count, part: bool = False) -> Transfer:
     """Move the residual stream of a micro-batch `calls` times, or with `part` only what a device has of it."""
     parts = step.layout.size(*step.layout.sequence_parallel) if part else 1
     elements = step.tokens * step.config.model.embed // parts
@@ -79,7 +79,7 @@ def _layers(step: Step) -> Iterator[Transfer]:
             yield _mean_squares(step, reduced)
 
 
-def _gathers(step: Step, logical: str) -> Numbers:
+def _gathers(step: Step, logical: str) -> Count:
     """Return how often the matmuls along `logical` gather the residual stream, or its gradient."""
     runs = step.runs
     passes = runs.passes
@@ -93,7 +93,7 @@ def _gathers(step: Step, logical: str) -> Numbers:
     return once + runs.merged(learns_columns(step.config, logical))
 
 
-def _mean_squares(step: Step, calls: Numbers) -> Transfer:
+def _mean_squares(step: Step, calls: Count) -> Transfer:
     """Return the sums over the heads' squares of two numbers for each token, because one norm has all heads.
 
     They are those of all queries and of all keys.
@@ -125,7 +125,7 @@ def _ends(step: Step) -> Iterator[Transfer]:
         yield _moved(step, "gradient of the looked-up vectors", ALL_REDUCE, {PIPELINE}, unembedded, part=True)
 
 
-def _positions(step: Step, unembedded: Numbers) -> Iterator[Transfer]:
+def _positions(step: Step, unembedded: Count) -> Iterator[Transfer]:
     """Yield the moves of positions that are looked up in a table, and of their gradients."""
     traits = step.config.model.traits
     if not traits.text or traits.rotary:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 from jaxdist.config import Config
 from jaxdist.mesh.split import compute_width
-from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.parameter_layout import Placed
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
@@ -20,6 +19,7 @@ from jaxdist.planning.predicted_collectives import (
     ALL_TO_ALL,
     F32,
     REDUCE_SCATTER,
+    Count,
     Transfer,
     transfer,
 )
@@ -46,7 +46,7 @@ def predict(step: Step, p: Placed) -> Iterator[Transfer]:
     yield from gathered(step.config, p, step.layout, WEIGHTS + name, calls, elements)
 
 
-def _moved(step: Step, p: Placed, loops: Numbers, by_layer: bool) -> tuple[Numbers, Numbers]:
+def _moved(step: Step, p: Placed, loops: Count, by_layer: bool) -> tuple[Count, Count]:
     """Return the calls, and the elements in use, where a parameter moves in so many loops.
 
     With `by_layer` each of them moves the layers that it runs, one by one; otherwise all at once.
@@ -57,7 +57,7 @@ def _moved(step: Step, p: Placed, loops: Numbers, by_layer: bool) -> tuple[Numbe
     return loops * p.layers // chunks, loops * p.use // chunks
 
 
-def _gathers(step: Step, p: Placed) -> tuple[Numbers, bool]:
+def _gathers(step: Step, p: Placed) -> tuple[Count, bool]:
     """Return in how many loops a weight is gathered, and whether by layer.
 
     The backward pass gathers it again where a gradient needs its value.
@@ -90,7 +90,7 @@ def _reduced(step: Step, p: Placed, what: str) -> Iterator[Transfer]:
         yield _collected_heads(step, p, what, calls, elements)
 
 
-def _reductions(step: Step, p: Placed) -> tuple[Numbers, bool]:
+def _reductions(step: Step, p: Placed) -> tuple[Count, bool]:
     """Return in how many loops a gradient is reduced, and whether by layer."""
     runs = step.runs
     by_layer = step.config.parallel.zero >= 2
@@ -101,7 +101,7 @@ def _reductions(step: Step, p: Placed) -> tuple[Numbers, bool]:
     return (runs.outside if by_layer else 1), False
 
 
-def _collected_heads(step: Step, p: Placed, what: str, calls: Numbers, elements: Numbers) -> Transfer:
+def _collected_heads(step: Step, p: Placed, what: str, calls: Count, elements: Count) -> Transfer:
     """Return the transfer that brings the gradients of the copies of key/value heads together."""
     layout = step.layout
     heads = layout.split("heads")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -21,9 +21,8 @@ from jaxdist.models.loss import chunk_length
 from jaxdist.parallel.pipeline.formulas import lockstep_ticks
 from jaxdist.parallel.placing import ZeroOptions, placements
 from jaxdist.planning import stream_traffic, weight_traffic
-from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.parameter_layout import Placed
-from jaxdist.planning.predicted_collectives import Transfer
+from jaxdist.planning.predicted_collectives import Count, Transfer
 from jaxdist.planning.runs import Runs, Step, in_loops, in_ticks
 from jaxdist.planning.search.candidates import (
     BRANCHING,
@@ -125,7 +124,7 @@ class Steps(Sizes):
     def step(self) -> Step:
         """The step of all candidates, which make the same choices."""
         c = self.columns
-        sizes = {axis: c[axis] for axis in AXES}
+        sizes: dict[str, Any] = {axis: c[axis] for axis in AXES}
         layout = layout_of(self.example, self.cluster)
         axes = tuple((axis, sizes[axis]) for axis, _ in layout.axes)
         layout = replace(layout, axes=axes, zigzag=bool(c["ring"][0]))
@@ -160,7 +159,7 @@ class Steps(Sizes):
         chunks = self.columns["virtual"]
         schedule = self.columns["schedule"][0]
         each = self._by_schedule(lockstep_ticks)
-        own: Numbers = 1
+        own: Count = 1
         if schedule in BRANCHING:
             # Ranks run F, B and W in different ticks, and so all of them run nearly every tick.
             each = 3 * chunks * micro
@@ -179,7 +178,7 @@ class Steps(Sizes):
         if self.config.model.traits.routed:
             yield from self._of_parameter("blocks", self.experts, layers, "experts")
 
-    def _of_parameter(self, name: str, use: Column, layers: Numbers, logical: str | None = None) -> Iterator[Transfer]:
+    def _of_parameter(self, name: str, use: Any, layers: Any, logical: str | None = None) -> Iterator[Transfer]:
         """Yield the transfers in a replica of a parameter with so many elements in use, if only a part is trained."""
         # Any dim that all meshes divide.
         abstract = jax.ShapeDtypeStruct((2 ** len(AXES),), np.float32)
@@ -209,13 +208,13 @@ class Steps(Sizes):
         c = self.columns
         return map_distinct(of, c["schedule"], c[CONTEXT], c[MODEL])
 
-    def _by_schedule(self, function: Callable[[str, int, int, int], float]) -> Column:
-        """Return `function(name, S, M, v)` for each row that is a pipeline, and 0 for the others."""
+    def _by_schedule(self, function: Callable[[str, int, int, int], float | None]) -> Column:
+        """Return `function(name, S, M, v)` for each row that is a pipeline, and 0 for the others and for None."""
 
         def by_name(number: int, *sizes: int) -> float:
             if not number:
                 return 0.0
-            return function(SCHEDULES[number], *sizes)
+            return function(SCHEDULES[number], *sizes) or 0.0
 
         c = self.columns
         return map_distinct(by_name, c["schedule"], c[PIPELINE], c["micro"], c["virtual"])
