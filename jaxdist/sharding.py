@@ -46,8 +46,9 @@ POSITIONS = "positions"
 SLOTS = "slots"
 """The logical axis of the places of a key-value cache, one for each position of a row."""
 
-COUNTED = "counted"
-"""The logical axis of a parameter whose gradient is a count, such as of tokens, in the place of a derivative."""
+STEERED = "steered"
+"""The logical axis of a parameter that has no gradient: a rule of the model moves it, and every device holds it whole.
+"""
 
 STAGES = "stages"
 """The logical axis of the dim that stacks the stages of a pipeline."""
@@ -269,7 +270,7 @@ class Layout:
         """
         own = {axis for name in logical for axis in self.split(name)}
         axes = self.tokens_over
-        if "norm" in logical or COUNTED in logical:
+        if "norm" in logical:
             # A norm is applied element by element to the residual stream, whose sequence may be sharded too.
             axes = (*axes, *self.split(RESIDUAL))
         for name in logical:

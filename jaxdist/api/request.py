@@ -16,7 +16,7 @@ from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import counted, remedy, to
 from jaxdist.parallel.placing import Wrt, group, is_axes
 from jaxdist.planning import layout_notes, parameter_layout
-from jaxdist.sharding import BATCH, COUNTED, STAGES, Layout, LogicalAxes, Rules, Tree, name_of, named
+from jaxdist.sharding import BATCH, STAGES, STEERED, Layout, LogicalAxes, Rules, Tree, name_of, named
 from jaxdist.training.forward.module import Scope
 from jaxdist.training.forward.step import Forward
 
@@ -118,8 +118,8 @@ def layout_of(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scop
     names = {name for axes in axes_of_parameters for name in axes if name}
     if BATCH in {*names, *rules}:
         raise ValueError(f"'{BATCH}' names the rows, which {' and '.join(BATCH_AXES)} split; rename the axis")
-    if COUNTED in {*names, *rules}:
-        raise ValueError(f"'{COUNTED}' names numbers that have counts in the place of gradients; rename the axis")
+    if STEERED in {*names, *rules}:
+        raise ValueError(f"'{STEERED}' names numbers that have no gradient; rename the axis")
     always = {BATCH: BATCH_AXES, STAGES: (PIPELINE,)}
     layout = Layout.on(mesh, {**always, **rules}, names={*names, *always})
     for name, axes in rules.items():

@@ -100,7 +100,6 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
         "H": model.head_size,
         "F": model.expert_size if model.traits.routed else model.mlp_size,
         "E": model.experts,
-        "M": 3,
         "V": model.vocab,
         "S": model.position_rows,
         "T": 3,
@@ -140,7 +139,6 @@ def _moe(model: ModelConfig) -> Family:
         Leaf("blocks.mlp.gate_up", "LEDCF", _gate_and_up(f"{expert}{gate}.weight", f"{expert}{up}.weight")),
         _one("blocks.mlp.down", "LEFD", f"{expert}{down}.weight", ("D", "F")),
         Leaf("blocks.mlp.balance", "LE", ()),
-        Leaf("blocks.mlp.meter", "LM", ()),
     ]
     return _with_output(model, leaves, "model.embed_tokens.weight", "model.", ROTARY)
 

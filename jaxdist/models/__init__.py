@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
@@ -16,14 +16,14 @@ from jaxdist.config import ModelConfig
 from jaxdist.config.matmuls import matmuls_of
 from jaxdist.config.trained import trained
 from jaxdist.models import images
-from jaxdist.models.decoder import Decoder
+from jaxdist.models.decoder import Aux, Decoder
 from jaxdist.models.decoding import Attend, block_with
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.gpt import GPT
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.models.llama import Llama
 from jaxdist.models.moe import Moe
-from jaxdist.sharding import COUNTED, LAYERS, ONE_DEVICE, Layout, LogicalAxes, Params, name_of, wide
+from jaxdist.sharding import LAYERS, ONE_DEVICE, STEERED, Layout, LogicalAxes, Params, name_of, wide
 
 DECODERS = {"gpt": GPT, "llama": Llama, "moe": Moe}
 """The decoders by their family; the traits of a family are in `config.FAMILIES`."""
@@ -47,6 +47,8 @@ class Model:
     """Names of the parameters whose values no gradient needs."""
     exact: frozenset[str] = frozenset()
     """Names of the parameters that are f32 at least in any compute dtype."""
+    aux_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The shapes of what a layer returns beside the residual stream (`decoder.Aux`)."""
 
     @property
     def vocab(self) -> int:
@@ -78,9 +80,18 @@ class Model:
         """
         return nnx.merge(self.graph, params).embed(tokens, inputs)
 
-    def block(self, layer: Params, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
-        """Return the residual stream after one layer; `layer` is a slice of `params["blocks"]`."""
+    def block(
+        self, layer: Params, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS
+    ) -> tuple[Float[Array, "B s D"], Aux]:
+        """Return (the residual stream after one layer, its aux); `layer` is a slice of `params["blocks"]`."""
         return nnx.merge(self.block_graph, layer)(x, inputs)
+
+    def steered(self, blocks: Params, aux: Aux) -> Params:
+        """Return the parameters of layers that no gradient moves, after a step whose batch has the sums `aux`.
+
+        Both are stacked in the same way.
+        """
+        return nnx.merge(self.block_graph, blocks).steered(aux)
 
     def block_with(
         self, layer: Params, x: Float[Array, "B S D"], inputs: BlockInputs, attend: Attend
@@ -128,6 +139,7 @@ def describe(
         nnx.to_pure_dict(axes),
         _marked(state, "forward_only"),
         exact,
+        module.blocks.aux_shapes,
     )
 
 
@@ -166,9 +178,12 @@ def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
 
 
 def parameters(model: Model | Foreign) -> int:
-    """Return the number of parameters; those whose gradient is a count are not among them, and few."""
-    sizes = jax.tree.map(lambda leaf, counts: 0 if counts else leaf.size, model.abstract, counted(model))
-    return sum(jax.tree.leaves(sizes))
+    """Return the number of parameters; those that no gradient moves are not among them, and few."""
+
+    def size(axes: LogicalAxes, leaf: jax.ShapeDtypeStruct) -> int:
+        return 0 if STEERED in axes else leaf.size
+
+    return sum(jax.tree.leaves(jax.tree.map(size, model.axes, model.abstract, is_leaf=lambda a: isinstance(a, tuple))))
 
 
 def active_parameters(model: Model, config: ModelConfig) -> int:
@@ -186,8 +201,3 @@ def matrices(model: Model | Foreign) -> Params:
         return sum(name not in (None, LAYERS) for name in axes) >= 2
 
     return jax.tree.map(is_matrix, model.axes, is_leaf=lambda axes: isinstance(axes, tuple))
-
-
-def counted(model: Model | Foreign) -> Params:
-    """Return for each parameter whether its gradient is a count, in the place of a derivative."""
-    return jax.tree.map(lambda axes: COUNTED in axes, model.axes, is_leaf=lambda axes: isinstance(axes, tuple))

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.loss import cross_entropy, row_losses
 from jaxdist.parallel.tensor import einsum, enter
 from jaxdist.parallel.vocabulary import without_added
-from jaxdist.sharding import Layout
+from jaxdist.sharding import Layout, Params
+
+Aux = dict[str, Float[Array, "..."]]
+"""What a layer returns beside the residual stream, by name: sums over tokens. A layer without a router has none."""
+
+
+class DecoderBlock(nnx.Module):
+    """What the blocks of all decoders offer; one with a router returns aux, and moves parameters by them."""
+
+    mlp: Callable[[jax.Array, BlockInputs], jax.Array]
+
+    @property
+    def aux_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the aux of one layer."""
+        return {}
+
+    def feed_forward(self, x: Float[Array, "B s D"], inputs: BlockInputs) -> tuple[Float[Array, "B s D"], Aux]:
+        """Return (what the MLP, or what stands in its place, adds to the residual stream; aux)."""
+        return self.mlp(x, inputs), {}
+
+    def steered(self, aux: Aux) -> Params:
+        """Return the parameters that no gradient moves, after a step whose batch has the sums `aux`."""
+        return {}
 
 
 class Decoder(nnx.Module):

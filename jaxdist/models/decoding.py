@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxdist.models.decoder import Aux
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.layers import Attention, GroupedAttention
 from jaxdist.parallel.context import Attended
@@ -30,12 +31,12 @@ class Cache(NamedTuple):
 
 
 class Residual(Protocol):
-    """A block: x + attention(norm1(x)), then x + mlp(norm2(x)), as all decoders have it."""
+    """A block: x + attention(norm1(x)), then x + feed_forward(norm2(x)), as all decoders have it."""
 
     norm1: Callable[[jax.Array], jax.Array]
     attention: Attention | GroupedAttention
     norm2: Callable[[jax.Array], jax.Array]
-    mlp: Callable[[jax.Array], jax.Array]
+    feed_forward: Callable[[jax.Array, BlockInputs], tuple[jax.Array, Aux]]
 
 
 def block_with(
@@ -48,7 +49,8 @@ def block_with(
     q, k, v = block.attention.heads(block.norm1(x), inputs)
     found, further = attend(q, k, v)
     x = x + block.attention.contract(found, inputs)
-    return x + block.mlp(block.norm2(x)), further
+    y, _ = block.feed_forward(block.norm2(x), inputs)
+    return x + y, further
 
 
 def attend_to_slots(

@@ -4,8 +4,8 @@ Nothing that a result depends on is counted per device, or per micro-batch: the 
 load-balancing loss each row's own (DeepSeek-V3, 2024, eq. 17-20), the z-loss each token's (ST-MoE, Zoph et al. 2022,
 eq. 5), and the load that moves the balance is a number of tokens of the whole batch (DeepSeek-V3, section 2.1.2).
 
-Two things leave a layer by a side door, so that its result is the residual stream alone: losses are attached to it
-(`attach`), and numbers to report are the gradients of parameters that do not take part (`count`).
+Losses leave a layer by a side door: they are attached to the residual stream (`attach`). The load, and numbers to
+report, are outputs of the layer beside it (aux).
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
 from jaxdist.config.matmuls import matmuls_of
+from jaxdist.models.decoder import Aux
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.models.parameters import constant, weight_of
 from jaxdist.parallel import region
 from jaxdist.parallel.experts import ROUTING, Dispatch, rounds_for
 from jaxdist.parallel.tensor import einsum, enter, leave
-from jaxdist.sharding import COUNTED, RESIDUAL, Layout
+from jaxdist.sharding import RESIDUAL, STEERED, Layout, Params
 
 METERS = ("balance_loss", "z_loss", "dispatch_rounds")
-"""What a layer reports, in the order of `Experts.meter`: each summed over tokens."""
+"""What a layer reports, in the order of its `meter`: each summed over tokens."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Router:
     scale: float
     balance_loss: float
     z_loss: float
+    balance_rate: float = 0.0
 
     @classmethod
     def of(cls, config: ModelConfig) -> Router:
@@ -60,6 +62,7 @@ class Router:
             scale=config.router_scale,
             balance_loss=config.balance_loss,
             z_loss=config.z_loss,
+            balance_rate=config.balance_rate,
         )
 
 
@@ -87,19 +90,35 @@ class Experts(nnx.Module):
         self.router_rule = Router.of(config)
         self.capacity_factor = config.capacity_factor
         self.router = weight_of(rngs, matmuls["mlp.router"])
-        self.balance = constant(0.0, (config.experts,), (COUNTED,), exact=True)
-        self.meter = constant(0.0, (len(METERS),), (COUNTED,), exact=True)
+        self.balance = constant(0.0, (config.experts,), (STEERED,), exact=True)
         self.gate_up = weight_of(rngs, matmuls["mlp.gate_up"])
         self.down = weight_of(rngs, matmuls["mlp.down"])
         self.shared_gate_up = weight_of(rngs, matmuls["mlp.shared_gate_up"]) if shared else None
         self.shared_down = weight_of(rngs, matmuls["mlp.shared_down"]) if shared else None
 
-    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
-        """Return the weighted sum of the results of each token's experts; there is no dropout."""
+    @property
+    def aux_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of what `__call__` returns beside its result."""
+        return {"load": (self.router_rule.experts,), "meter": (len(METERS),)}
+
+    def steered(self, aux: Aux) -> Params:
+        """Return the balance after a step with this load of the whole batch: it moves against the load.
+
+        This is DeepSeek-V3's b_e <- b_e - u sign(load_e - mean load) (2024, section 2.1.2). All arrays may be stacked.
+        """
+        load = aux["load"]
+        step = -self.router_rule.balance_rate * direction(load).astype(load.dtype)
+        balance = self.balance[...]
+        return {"balance": (balance + step).astype(balance.dtype)}
+
+    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> tuple[Float[Array, "B s D"], Aux]:
+        """Return (the weighted sum of the results of each token's experts, sums over tokens); there is no dropout.
+
+        The sums are the load of each expert, and METERS; of each device they are its own, until they are reduced.
+        """
         held = (
             self.router,
             self.balance,
-            self.meter,
             self.gate_up,
             self.down,
             self.shared_gate_up,
@@ -111,22 +130,27 @@ class Experts(nnx.Module):
         specs = [jax.typeof(w).sharding.spec for w in weights]
         stream = self.layout.activation("BsD")
 
-        def on_device(x: jax.Array, *weights: jax.Array) -> jax.Array:
-            return self._on_device(x, *(region.vary(w, spec.reduced) for w, spec in zip(weights, specs, strict=True)))
+        axes = self.layout.partial(("norm",))
+        partial_sums = self.layout.spec([None], unreduced=axes)
+
+        def on_device(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, Aux]:
+            weights = tuple(region.vary(w, spec.reduced) for w, spec in zip(weights, specs, strict=True))
+            y, aux = self._on_device(x, *weights)
+            return y, {name: region.partial_sum(a, axes) for name, a in aux.items()}
 
         # A region of its own, of what runs in a pipeline's.
-        return jax.shard_map(on_device, in_specs=(stream, *specs), out_specs=stream)(x, *weights)
+        out = stream, dict.fromkeys(self.aux_shapes, partial_sums)
+        return jax.shard_map(on_device, in_specs=(stream, *specs), out_specs=out)(x, *weights)
 
     def _on_device(
         self,
         x: Float[Array, "b s D"],
         router: Float[Array, "D E"],
         balance: Float[Array, " E"],
-        meter: Float[Array, " 3"],
         gate_up: Float[Array, "E D 2 F"],
         down: Float[Array, "E F D"],
         *shared: Float[Array, "..."],
-    ) -> Float[Array, "b s D"]:
+    ) -> tuple[Float[Array, "b s D"], Aux]:
         """Do the work of `__call__` on one device's part of the residual stream and of the weights."""
         layout = replace(self.layout, manual=True)
         rule = self.router_rule
@@ -137,11 +161,11 @@ class Experts(nnx.Module):
         # One by one: where the sequence is split, a device has all of the former loss, and its own part of the latter.
         x = attach(x, rule.balance_loss * routes.balance_loss)
         x = attach(x, rule.z_loss * routes.z_loss)
-        p = count(routes.p, balance, routes.load)
         own_tokens = x.shape[0] * x.shape[1]
+        own = region.varying(x)
 
         x = enter(layout, x, "mlp")
-        p = enter(layout, p.astype(x.dtype), "mlp")
+        p = enter(layout, routes.p.astype(x.dtype), "mlp")
         choice = routes.choice
         if layout.sequence_parallel:
             choice = lax.all_gather(choice, layout.sequence_parallel, axis=1, tiled=True)
@@ -157,8 +181,9 @@ class Experts(nnx.Module):
 
         # A row's loss is whole on each device that holds a part of the row.
         own_loss = routes.balance_loss / layout.size(*stream)
-        told = jnp.stack([own_loss, routes.z_loss, own_tokens * taken.astype(own_loss.dtype)])
-        return count(y, meter, region.vary(told.astype(meter.dtype), region.varying(y)))
+        meter = jnp.stack([own_loss, routes.z_loss, own_tokens * taken.astype(own_loss.dtype)])
+        aux = {"load": routes.load, "meter": meter}
+        return y, {name: region.vary(lax.stop_gradient(a), own) for name, a in aux.items()}
 
 
 @partial(
@@ -192,6 +217,8 @@ def route(
     # Sums over a whole row; its sequence may be split.
     length = region.add_up(region.vary(jnp.full((), x.shape[1], dtype), stream), stream)
     row_load, row_shares = (region.add_up(jnp.sum(a, 1), stream) for a in (load, shares))
+    # Kept, so that the backward pass adds nothing up again.
+    row_load = checkpoint_name(row_load, ROUTING)
     f = row_load * (rule.experts / rule.per_token) / length
     balance_loss = jnp.sum(f * row_shares)
     z_loss = jnp.sum(jnp.square(jax.nn.logsumexp(logits, -1)))
@@ -211,24 +238,16 @@ def _gate_and_contract(layout: Layout, h: jax.Array, down: jax.Array) -> jax.Arr
     return einsum(layout, "BSF,FD->BSD", jax.nn.silu(h[:, :, 0]) * h[:, :, 1], down)
 
 
-@jax.custom_vjp
-def count(x: Float[Array, "..."], counted: Float[Array, "..."], numbers: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return `x`; the gradient of `counted` is `numbers`, whatever becomes of `x`.
+def direction(load: Float[Array, "... E"]) -> Int[Array, "... E"]:
+    """Return 1 for an expert whose load is above the mean, -1 for one below it, and 0 for one that has just the mean.
 
-    So numbers are added up as gradients are: over micro-batches, devices, stages, once for each micro-batch.
+    Loads are whole tokens, up to 2^31 of all experts together. As floats, a sum or a mean would be rounded, and an
+    expert at the mean would move one way on one mesh, and the other way on another.
     """
-    return x
-
-
-def _count_forward(x: jax.Array, counted: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return x, numbers
-
-
-def _count_backward(numbers: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    return g, numbers, None
-
-
-count.defvjp(_count_forward, _count_backward)
+    tokens = load.astype(jnp.int32)
+    mean, rest = jnp.divmod(jnp.sum(tokens, -1, keepdims=True), load.shape[-1])
+    at_mean = (tokens == mean) & (rest == 0)
+    return jnp.where(at_mean, 0, jnp.where(tokens > mean, 1, -1))
 
 
 @jax.custom_vjp

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
-from jaxdist.models.decoder import Decoder
+from jaxdist.models.decoder import Aux, Decoder, DecoderBlock
 from jaxdist.models.dropout import dropout
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.layers import MLP, Attention, LayerNorm
@@ -17,7 +17,7 @@ from jaxdist.parallel.tensor import lookup
 from jaxdist.sharding import POSITIONS, RESIDUAL, Layout, spread
 
 
-class Block(nnx.Module):
+class Block(DecoderBlock):
     """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
@@ -28,10 +28,11 @@ class Block(nnx.Module):
         self.norm2 = LayerNorm(config.embed, config.norm_eps)
         self.mlp = MLP(config, layout, rngs)
 
-    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs) -> Float[Array, "B s D"]:
-        """Return the residual stream after the block."""
+    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs) -> tuple[Float[Array, "B s D"], Aux]:
+        """Return (the residual stream after the block, aux)."""
         x = x + dropout(self.layout, self.attention(self.norm1(x), inputs), self.rate, inputs.keys, site=0)
-        return x + dropout(self.layout, self.mlp(self.norm2(x), inputs), self.rate, inputs.keys, site=1)
+        y, aux = self.feed_forward(self.norm2(x), inputs)
+        return x + dropout(self.layout, y, self.rate, inputs.keys, site=1), aux
 
 
 class GPT(Decoder):

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
-from jaxdist.models.decoder import Decoder
+from jaxdist.models.decoder import Aux, Decoder, DecoderBlock
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.layers import GroupedAttention, RMSNorm, SwiGLU
 from jaxdist.models.parameters import weight
@@ -18,7 +18,7 @@ from jaxdist.parallel.tensor import lookup
 from jaxdist.sharding import Layout
 
 
-class Block(nnx.Module):
+class Block(DecoderBlock):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
@@ -32,10 +32,11 @@ class Block(nnx.Module):
         """Return what stands in the place of the MLP."""
         return SwiGLU(config, layout, rngs)
 
-    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs) -> Float[Array, "B s D"]:
-        """Return the residual stream after the block."""
+    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs) -> tuple[Float[Array, "B s D"], Aux]:
+        """Return (the residual stream after the block, aux)."""
         x = x + self.attention(self.norm1(x), inputs)
-        return x + self.mlp(self.norm2(x), inputs)
+        y, aux = self.feed_forward(self.norm2(x), inputs)
+        return x + y, aux
 
 
 class Llama(Decoder):

@@ -7,20 +7,38 @@ Qwen3-MoE (Yang et al. 2025, section 2).
 from __future__ import annotations
 
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxdist.config import ModelConfig
+from jaxdist.models.decoder import Aux
 from jaxdist.models.experts import Experts
+from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.llama import Block, Llama
-from jaxdist.sharding import Layout
+from jaxdist.sharding import Layout, Params
 
 
 class RoutedBlock(Block):
     """x + attention(norm(x)), then x + experts(norm(x))."""
 
+    mlp: Experts
+
     @staticmethod
     def make_mlp(config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> nnx.Module:
         """Return the experts."""
         return Experts(config, layout, rngs)
+
+    @property
+    def aux_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the aux of one layer."""
+        return self.mlp.aux_shapes
+
+    def feed_forward(self, x: Float[Array, "B s D"], inputs: BlockInputs) -> tuple[Float[Array, "B s D"], Aux]:
+        """Return (what the experts add to the residual stream, the sums of their router)."""
+        return self.mlp(x, inputs)
+
+    def steered(self, aux: Aux) -> Params:
+        """Return the balance after a step whose batch has the sums `aux`."""
+        return {"mlp": self.mlp.steered(aux)}
 
 
 class Moe(Llama):

@@ -38,7 +38,9 @@ from jaxdist.parallel.tensor import PRODUCT
 from jaxdist.sharding import Layout, Tree, wide
 
 ROUTING = "routing"
-"""The checkpoint name of the chosen experts, which every policy of activation checkpointing saves."""
+"""The checkpoint name of the chosen experts and of the loads of rows.
+
+Every policy of activation checkpointing saves them."""
 
 ALIGNED = 8
 """Rows of a round are a multiple of this, which suits the tiles of a matmul."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from jaxdist.mesh import REPLICA, ZERO_AXES
 from jaxdist.mesh.split import Split
 from jaxdist.parallel import heads
 from jaxdist.parallel.zero import Placement, Placements
-from jaxdist.sharding import COUNTED, LAYERS, STAGES, Layout, LogicalAxes, Params, axes_of, name_of, partition
+from jaxdist.sharding import LAYERS, STAGES, STEERED, Layout, LogicalAxes, Params, axes_of, name_of, partition
 
 Wrt = Callable[[str], bool]
 """Says of the path to a parameter, such as "blocks.mlp.up", whether gradients are taken with respect to it."""
@@ -112,8 +112,26 @@ def _place(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...], zero: Zero
         replica_dim = _replica_dim(layout, own, free, zero_dim, layout.size(*over))
     use = layout.spec(axes_in_use, reduced=reduced)
     stacked = sum(name in (LAYERS, STAGES) for name in axes)
-    counted = COUNTED in axes
-    return Placement(P(*rest), use, over, deal, deferred, replica_dim, crossing_dim, stacked, counted)
+    steered = STEERED in axes
+    return Placement(P(*rest), use, over, deal, deferred, replica_dim, crossing_dim, stacked, steered)
+
+
+def of_sums(
+    layout: Layout, shapes: Mapping[str, tuple[int, ...]], stack: LogicalAxes, defers: bool = True
+) -> Placements:
+    """Return the placements of sums over tokens that each layer makes of the residual stream, by their names.
+
+    They are added up as the gradients of parameters that every device holds whole. `shapes` are those of one layer,
+    and `stack` are the logical axes of the dims before them. `defers` is that of `ZeroOptions`.
+    """
+    reduced = layout.partial(("norm",))
+    deferred = reduced & {REPLICA} if defers else frozenset()
+
+    def place(shape: tuple[int, ...]) -> Placement:
+        names = (*stack, *(None for _ in shape))
+        return Placement(layout.spec(names), layout.spec(names, reduced=reduced), deferred=deferred)
+
+    return {name: place(shape) for name, shape in shapes.items()}
 
 
 def group(layout: Layout, axes: LogicalAxes) -> tuple[str, ...]:
@@ -123,11 +141,11 @@ def group(layout: Layout, axes: LogicalAxes) -> tuple[str, ...]:
 
 
 def _free_dims(layout: Layout, axes: LogicalAxes, taken: Collection[int]) -> list[int]:
-    """Return the dims that may be split at rest: they count neither layers nor anything else, and are not `taken`.
+    """Return the dims that may be split at rest: they count no layers, a gradient moves them, and they are not `taken`.
 
     In use no axis splits them, or one over which ZeRO shards other parameters, as `expert` splits experts.
     """
-    whole = (LAYERS, COUNTED)
+    whole = (LAYERS, STEERED)
 
     def is_free(dim: int, name: str | None) -> bool:
         return name not in whole and set(layout.split(name)) <= set(ZERO_AXES) and dim not in taken

@@ -68,6 +68,12 @@ def add_up(x: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
     return lax.psum(x, axes)
 
 
+def partial_sum(x: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
+    """Type each device's own `x`, which varies over `axes`, as its part of a sum over them, to leave the region."""
+    axes = tuple(axes)
+    return lax.pcast(x, axes, to="unreduced") if axes else x
+
+
 def after(x: jax.Array, *earlier: Float[Array, "..."]) -> jax.Array:
     """Return `x`, but not before all of `earlier` are there.
 

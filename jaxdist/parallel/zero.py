@@ -68,10 +68,15 @@ class Placement:
     """The dim that `over` splits while a gradient crosses `replica`, where nothing is sharded at rest (stage 0)."""
     stacked: int = 0
     """How many leading dims count layers."""
-    counted: bool = False
-    """Whether its gradient is a count: every device holds it whole, and no bit of the sum may be lost."""
+    steered: bool = False
+    """Whether a rule of the model moves it, in the place of a gradient: it has no optimizer state."""
     trained: bool = True
     """Whether it is trained; a frozen one has no gradient and no optimizer state, and lies as it would if trained."""
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether it has a gradient."""
+        return self.trained and not self.steered
 
     @property
     def layer(self) -> Placement:
@@ -218,9 +223,7 @@ class Placement:
 
     def deferred_manual(self, g: Float[Array, "..."]) -> Float[Array, "..."]:
         """Type what `reduce_manual` returns as partial sums, to leave the region as `reduced` says."""
-        if not self.deferred:
-            return g
-        return jax.lax.pcast(g, tuple(self.deferred), to="unreduced")
+        return region.partial_sum(g, self.deferred)
 
     def with_sink(self, w: Float[Array, "..."], sink: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return the weights in use unchanged, in the dtype of `sink`, whose gradient is that of `w`, reduced.
@@ -353,7 +356,6 @@ def trained(places: Placements, tree: Params) -> Params:
     return part_of(tree, selected(places, lambda place: place.trained))
 
 
-def derivatives(places: Placements, grads: Params) -> list[Array]:
-    """Return those of the gradients that are no counts."""
-    pairs = zip(jax.tree.leaves(places), jax.tree.leaves(grads), strict=True)
-    return [g for place, g in pairs if not place.counted]
+def differentiated(places: Placements, tree: Params) -> Params:
+    """Return the leaves of `tree`, which is nested as `places` are, that belong to parameters with a gradient."""
+    return part_of(tree, selected(places, lambda place: place.differentiated))

@@ -14,8 +14,9 @@ import jax
 
 from jaxdist.mesh import EXPERT, REPLICA
 from jaxdist.mesh.split import Split
+from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
-from jaxdist.planning import stream_traffic, weight_traffic
+from jaxdist.planning import expert_traffic, stream_traffic, weight_traffic
 from jaxdist.planning.compiler_habits import Sent, corrected, in_force
 from jaxdist.planning.predicted_collectives import ALL_REDUCE, F32, Transfer, transfer
 from jaxdist.planning.replica_traffic import between_replicas
@@ -47,7 +48,10 @@ def predict(sharded: ShardedModel) -> list[Transfer]:
     found = []
     for p in sharded.parameters:
         found += [corrected(Sent(one, step, p), corrections) for one in weight_traffic.predict(step, p)]
-        found += between_replicas(sharded.config, p, sharded.layout)
+        if not p.place.steered:
+            found += between_replicas(sharded.config, p, sharded.layout)
+        elif p.trained and isinstance(sharded.model, Model):
+            found += expert_traffic.summed(step, sharded.model, p)
     if isinstance(sharded.model, Foreign):
         found.append(_statistics(sharded, sharded.model))
     else:

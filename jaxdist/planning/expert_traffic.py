@@ -10,11 +10,15 @@ Where the experts' width is split, all of its devices need every choice and its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from jaxdist.mesh import EXPERT
 from jaxdist.mesh.split import compute_width
+from jaxdist.models import Model
+from jaxdist.parallel.placing import of_sums
 from jaxdist.planning.expert_rows import first_round
+from jaxdist.planning.parameter_layout import Placed
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -25,7 +29,7 @@ from jaxdist.planning.predicted_collectives import (
     transfer,
 )
 from jaxdist.planning.runs import Step
-from jaxdist.sharding import RESIDUAL, SEQUENCE
+from jaxdist.sharding import LAYERS, RESIDUAL, SEQUENCE
 
 INT32 = 4
 """Bytes of the number of an expert."""
@@ -54,9 +58,9 @@ def predict(step: Step) -> Iterator[Transfer]:
     forward = passes.forward + passes.rerun
     calls = 2 * forward + 2 * passes.backward + runs.merged()
     yield transfer(layout, ROWS, ALL_TO_ALL, {EXPERT}, calls, calls * seats * sizes.embed, width)
-    # The loads make the gradient of the loss, and are themselves the gradients of parameters that count. The backward
-    # pass needs them for the loss and, where it does not make them again, for what is reported.
-    calls = passes.backward * (1 + runs.keeps_all) + passes.weights * (1 + runs.split)
+    # Loads and shares of scores make the loss that is reported. The backward pass needs the loads, which are kept, or
+    # made again with a whole stage.
+    calls = 2 * passes.forward + passes.rerun
     yield transfer(layout, "loads of experts", ALL_REDUCE, layout.split(RESIDUAL), calls, calls * per_row, F32)
     what = "weights of chosen experts"
     calls = forward + 2 * passes.backward
@@ -69,3 +73,12 @@ def predict(step: Step) -> Iterator[Transfer]:
     yield transfer(layout, "chosen experts", ALL_GATHER, stream, calls, calls * choices, INT32)
     yield transfer(layout, what, ALL_GATHER, stream, calls, calls * choices, width)
     yield transfer(layout, what, REDUCE_SCATTER, stream, reduced, reduced * choices, width)
+
+
+def summed(step: Step, model: Model, balance: Placed) -> Iterator[Transfer]:
+    """Yield the sums over the devices of what routers count, once per step, for the layers that have this `balance`."""
+    for name, place in of_sums(step.layout, model.aux_shapes, (LAYERS,), step.runs.flush).items():
+        elements = balance.layers * math.prod(model.aux_shapes[name])
+        for axes in (place.use.reduced - place.deferred, place.deferred):
+            if axes:
+                yield transfer(step.layout, "counts of routers", ALL_REDUCE, axes, 1, elements, F32)

@@ -259,11 +259,11 @@ class Widths(NamedTuple):
 def widths(config: Config, p: Placed) -> Widths:
     """Return the bytes of each number of a parameter at rest: in f32, with precision mixed that of its master.
 
-    One whose gradient is a count has no moments. A frozen one has nothing beside itself.
+    One without a gradient has no moments. A frozen one has nothing beside itself.
     """
     if not p.trained:
         return Widths(parameters=p.stored, optimizer=0, host=0)
-    moments = 0 if p.counted else 4 * config.optimizer.rule.moments
+    moments = 4 * config.optimizer.rule.moments if p.differentiated else 0
     if config.parallel.offload == "none":
         return Widths(parameters=4, optimizer=moments, host=0)
     if _masters_on_host(config):

@@ -14,7 +14,7 @@ from jaxdist.parallel import placing, zero
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.zero import Placements
 from jaxdist.planning.predicted_collectives import F32
-from jaxdist.sharding import COUNTED, LAYERS, Layout, Params, name_of
+from jaxdist.sharding import LAYERS, Layout, Params, name_of
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Placed:
         return self.name.partition(".")[0] == BLOCKS
 
     @property
-    def counted(self) -> bool:
-        """Whether its gradient is a count: every device holds it whole, and it has no moments."""
-        return COUNTED in self.axes
+    def trained(self) -> bool:
+        """Whether a step changes it."""
+        return self.place.trained
 
     @property
-    def trained(self) -> bool:
+    def differentiated(self) -> bool:
         """Whether it has a gradient and optimizer state."""
-        return self.place.trained
+        return self.place.differentiated
 
     @property
     def whole(self) -> bool:

@@ -39,7 +39,7 @@ def predict(step: Step, p: Placed) -> Iterator[Transfer]:
         name = "layers"
     else:
         name = "parameters" if step.config.model.images else "table and the like"
-    if p.trained:
+    if p.differentiated:
         yield from _reduced(step, p, GRADIENTS + name)
     loops, by_layer = _gathers(step, p)
     calls, elements = _moved(step, p, loops, by_layer)

@@ -22,8 +22,7 @@ from jaxdist.mesh.split import Split
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.crossing import Crossing, Delayed, Outer, crossing_of
-from jaxdist.parallel.partial_trees import part_of
-from jaxdist.parallel.zero import trained
+from jaxdist.parallel.zero import differentiated, trained
 from jaxdist.planning import communication
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.compiled import text_of
@@ -33,7 +32,6 @@ from jaxdist.process.gpu_memory import gpu_share
 from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout
 from jaxdist.training.engine import Engine, means
-from jaxdist.training.forward.balance import balancing
 from jaxdist.training.forward.delayed_step import DelayedStep
 from jaxdist.training.forward.local_step import LocalStep
 from jaxdist.training.forward.optimizer import optimizer
@@ -162,8 +160,8 @@ class Run:
     def step(self) -> Step:
         """The functions of the train step."""
         config = self.config
-        # Frozen parameters have no update.
-        decay = trained(self.forward.places, models.matrices(self.model))
+        # Others have no update.
+        decay = differentiated(self.forward.places, models.matrices(self.model))
         if isinstance(self.forward, PipelineForward) and not self.forward.flush:
             return PipeDreamStep(self.forward, self.update_rule, decay, self.batch())
         return STEPS.get(type(self.crossing), Step)(
@@ -181,8 +179,8 @@ class Run:
         rule = optimizer(self.config.optimizer, self.steps, decay)
         if not self.config.model.traits.routed:
             return rule
-        counted = part_of(models.counted(self.model), decay)
-        return balancing(rule, counted, self.config.model.balance_rate)
+        # It masks nothing: checkpoints of routed models have the state of a rule under the name of a masked one's.
+        return optax.masked(rule, jax.tree.map(lambda _: True, decay))
 
     @cached_property
     def forward(self) -> Forward:

@@ -102,7 +102,6 @@ def _experts(model: ModelConfig, of) -> dict[str, np.ndarray]:
         "mlp.gate_up": np.stack([np.stack(gate), np.stack(up)], axis=2),
         "mlp.down": np.stack(down),
         "mlp.balance": np.zeros(model.experts, np.float32),
-        "mlp.meter": np.zeros(3, np.float32),
     }
 
 

@@ -157,7 +157,7 @@ def gradient_of_block(mesh: jax.sharding.Mesh, layout: Layout, remat: str, stage
     in_use = lambda a, place: array(a.shape[1:], place.layer.use)
     params = jax.tree.map(in_use, model.abstract["blocks"], forward.places["blocks"])
     x = array((4, MODEL.sequence, MODEL.embed), layout.activation("BsD"))
-    block = forward.remat(lambda params, x: model.block(params, x))
+    block = forward.remat(lambda params, x: model.block(params, x)[0])
     with jax.set_mesh(mesh):
         loss = lambda params, x: jnp.sum(block(params, x).astype(F32))
         return Counter(operations(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, x).jaxpr))

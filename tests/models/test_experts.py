@@ -40,10 +40,10 @@ def drawn(config: ModelConfig, layout: Layout, dtype=np.float64):
 
 
 def with_gradients(graph, weights, x, g):
-    """(the layer's result, the gradients of its weights, that of x)."""
+    """(the layer's result, its aux, the gradients of its weights, that of x)."""
     call = lambda weights, x: nnx.merge(graph, weights)(x)
-    y, pull = jax.vjp(call, weights, x)
-    return y, *pull(g)
+    y, pull, aux = jax.vjp(call, weights, x, has_aux=True)
+    return y, aux, *pull(g)
 
 
 def scores_of(config, router, x, np=jnp):
@@ -112,14 +112,15 @@ def check(config, layout, balance=0.5, tolerance=1e-11):
     with jax.enable_x64(True):
         graph, weights, x, g = drawn(config, layout)
         weights["balance"] = balance * weights["balance"]
-        got, gradients, dx = jax.jit(partial(with_gradients, graph))(weights, x, g)
+        got, aux, gradients, dx = jax.jit(partial(with_gradients, graph))(weights, x, g)
         chosen = chosen_by(config, weights, x)
         wanted, wanted_gradients, wanted_dx, losses = plain_with_gradients(config, chosen, weights, x, g)
         assert got.dtype == jnp.float64
         assert_equal(got, wanted, tolerance, "result")
         assert_equal(dx, wanted_dx, tolerance, "x")
-        np.testing.assert_array_equal(gradients.pop("balance"), chosen.sum((0, 1)))
-        told = dict(zip(METERS, gradients.pop("meter"), strict=True))
+        np.testing.assert_array_equal(gradients.pop("balance"), 0)
+        np.testing.assert_array_equal(aux["load"], chosen.sum((0, 1)))
+        told = dict(zip(METERS, aux["meter"], strict=True))
         assert_equal([told["balance_loss"], told["z_loss"]], losses, tolerance, "losses")
         for name, gradient in gradients.items():
             assert_equal(gradient, wanted_gradients[name], tolerance, name)
@@ -174,7 +175,7 @@ def test_on_a_mesh_no_token_is_dropped_either():
         place = lambda a, spec: jax.device_put(a, jax.NamedSharding(mesh, spec))
         placed = {name: place(a, layout.spec(getattr(layer, name).axes)) for name, a in weights.items()}
         x = place(x, layout.activation("BsD"))
-        got = jax.jit(lambda weights, x: nnx.merge(graph, weights)(x))(placed, x)
+        got, _ = jax.jit(lambda weights, x: nnx.merge(graph, weights)(x))(placed, x)
         assert_equal(got, wanted, 1e-11)
 
 
@@ -207,7 +208,7 @@ def test_parameters_that_decide_keep_f32_in_any_compute_dtype():
     model = models.build(ModelConfig(**{**SIZES, "layers": 2, "heads": 2, "vocab": 16, "sequence": S}))
     cast = jax.eval_shape(lambda: model.cast(model.init(jax.random.key(0)), jnp.bfloat16))
     exact = {name for name, w in named(cast).items() if w.dtype == jnp.float32}
-    assert exact == {"blocks.mlp.router", "blocks.mlp.balance", "blocks.mlp.meter"}
+    assert exact == {"blocks.mlp.router", "blocks.mlp.balance"}
 
 
 @pytest.mark.parametrize("devices", thinned([(1,), (2,)], 2, first=1))

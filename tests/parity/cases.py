@@ -21,7 +21,6 @@ from jaxdist.parallel.crossing.compressed import Compressed
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.sharding import Layout, name_of
-from jaxdist.training.forward.balance import balancing
 from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
@@ -39,9 +38,8 @@ LLAMA = ModelConfig(
 class Outcome:
     """Three steps: losses, gradient norms, the first gradient, the weights before and after.
 
-    Of a routed model, `counts` are what the first gradient has of counts, by the names of the parameters: they are in
-    whole tokens, too large to be compared with the rest. The rounds of the dispatch depend on the mesh. `frozen` are
-    the parameters that are not trained, after the steps."""
+    Of a routed model, `counts` are the sums of the first step's routers, layer by layer (`models.decoder.Aux`). The
+    rounds of the dispatch depend on the mesh. `frozen` are the parameters that are not trained, after the steps."""
 
     losses: list[float]
     norms: list[float]
@@ -129,11 +127,7 @@ def train(
     config = Config(model=model, parallel=parallel, pipeline=pipeline)
     split = Split(config, shape)
     layout = replace(Layout.of(split, devices), platform=platform)
-    rule = optimizer or optax.sgd(0.5)
-    if model.traits.routed:
-        counted = {} if model.lora_rank else models.counted(models.build(model))
-        rule = balancing(rule, counted, model.balance_rate) if counted else rule
-    optimizer = optax.chain(remember(), rule)
+    optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))
     options = replace(ForwardOptions.of(config, dtype), seed=0)
     zero = replace(ZeroOptions.of(split), replica_zero=replica_zero and compression is None)
     if stages := stages_of(split):
@@ -141,13 +135,15 @@ def train(
         forward = PipelineForward(inner, layout, stages, pipeline.schedule, zero, options)
     else:
         forward = DecoderForward(models.build(model, layout), layout, zero, options, inside)
+    # In the place of what is reported of them.
+    forward.reported = lambda aux, batch: {"blocks": aux} if aux else {}
     crossing = Compressed(compression, shape["replica"]) if compression else None
     step = Step(forward, optimizer, max_norm=max_norm, keep=keep, crossing=crossing)
     with jax.set_mesh(devices):
         initial = weights(model.model_copy(update={"remat": "none"}))
         dtypes = jax.tree.map(lambda a: a.dtype if a.dtype == jnp.bfloat16 else param_dtype, initial)
         params = jax.tree.map(lambda a, to: jax.device_put(a.astype(to), replicated(devices)), initial, dtypes)
-        losses, norms, gradients = [], [], []
+        losses, norms, gradients, counts = [], [], [], []
         state = jax.jit(lambda params: step.start(step.place(params)))(step.folded(params))
         before = jax.device_get(jax.jit(step.unfolded)(state.params))
         take, logical = jax.jit(step.train), jax.jit(step.unfolded)
@@ -159,9 +155,9 @@ def train(
             losses.append(float(metrics.loss))
             norms.append(float(metrics.grad_norm))
             gradients.append(jax.device_get(logical(state.optimizer[0])))
-        first, counts = without_counts(gradients[0])
+            counts.append(jax.device_get(logical(metrics.further)).get("blocks", {}))
         after, frozen = jax.device_get((logical(state.params), jax.jit(step.unfolded)(state.frozen)))
-        return Outcome(losses, norms, first, before, after, counts, frozen)
+        return Outcome(losses, norms, gradients[0], before, after, counts[0], frozen)
 
 
 @cache
@@ -175,15 +171,6 @@ def weights(model: ModelConfig) -> dict:
         return rng.normal(0, 0.1, a.shape).astype(a.dtype) if is_b else a
 
     return jax.tree.map_with_path(stirred, jax.device_get(jax.jit(models.build(model).init)(jax.random.key(0))))
-
-
-def without_counts(gradient: dict) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return (derivatives, counts)."""
-    mlp = gradient["blocks"].get("mlp", {})
-    names = mlp.keys() & {"balance", "meter"}
-    rest = {name: leaf for name, leaf in mlp.items() if name not in names}
-    blocks = gradient["blocks"] | ({"mlp": rest} if rest else {})
-    return gradient | {"blocks": blocks}, {name: mlp[name] for name in names}
 
 
 def remember() -> optax.GradientTransformation:

@@ -108,7 +108,7 @@ def one_device(model: str, *options: tuple[str, object]) -> cases.Outcome:
 
 def assert_equal(got: cases.Outcome, wanted: cases.Outcome, tolerance: float = 1e-5) -> None:
     """As `cases.assert_equal`, and loads to the token."""
-    np.testing.assert_array_equal(got.counts["balance"], wanted.counts["balance"])
+    np.testing.assert_array_equal(got.counts["load"], wanted.counts["load"])
     losses = [METERS.index("balance_loss"), METERS.index("z_loss")]
     np.testing.assert_allclose(got.counts["meter"][:, losses], wanted.counts["meter"][:, losses], rtol=tolerance)
     cases.assert_equal(got, wanted, tolerance)
@@ -194,8 +194,8 @@ def test_bfloat16_is_close_to_one_device_in_bfloat16(keep):
     got = trained(row, **options)
     np.testing.assert_allclose(got.losses, wanted.losses, rtol=1e-3)
     np.testing.assert_allclose(got.norms, wanted.norms, rtol=2e-2)
-    loads = got.counts["balance"], wanted.counts["balance"]
-    assert np.abs(np.subtract(*loads)).sum() <= 0.01 * wanted.counts["balance"].sum()
+    loads = got.counts["load"], wanted.counts["load"]
+    assert np.abs(np.subtract(*loads)).sum() <= 0.01 * wanted.counts["load"].sum()
 
 
 @pytest.mark.slow
@@ -204,5 +204,5 @@ def test_compressed_gradients_leave_loads_exact():
     row = Row("softmax", "replica=2,expert=2", 1, 2, False, "none", 0.5)
     got = trained(row, compression=Int8())
     wanted = one_device(row.model)
-    np.testing.assert_array_equal(got.counts["balance"], wanted.counts["balance"])
+    np.testing.assert_array_equal(got.counts["load"], wanted.counts["load"])
     np.testing.assert_allclose(got.losses, wanted.losses, rtol=5e-3)

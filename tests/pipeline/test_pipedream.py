@@ -59,7 +59,7 @@ class OneDevice:
         layers = jax.tree.map(lambda *a: jnp.concatenate(a), *stages)
         x = self.model.embed(embedding, part["tokens"], of(int(self.cuts[-1])))
         for n in range(self.cuts[-1]):
-            x = self.model.block(jax.tree.map(lambda a, n=n: a[n], layers), x, of(n))
+            x, _ = self.model.block(jax.tree.map(lambda a, n=n: a[n], layers), x, of(n))
         return self.model.loss(head, x[None], part["labels"][None]) / jnp.sum(part["labels"] >= 0)
 
     def step(self, m: int, part):

@@ -59,7 +59,7 @@ class Toy:
         h = einsum(self.layout, "BSD,DF->BSF", y, w["up"])
         h = jnp.tanh(h + spread(w["bias"], h))
         y = einsum(self.layout, "BSF,FD->BsD", h, w["down"])
-        return x + dropout(self.layout, y + spread(w["shift"], y), self.rate, inputs.keys, site=1)
+        return x + dropout(self.layout, y + spread(w["shift"], y), self.rate, inputs.keys, site=1), {}
 
     def loss(self, params, x, labels):
         return cross_entropy(self.layout, x, params["table"], labels)

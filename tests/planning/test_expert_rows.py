@@ -79,7 +79,7 @@ def test_only_rows_of_experts_are_said_to_be_sent_to_them():
 
 
 def test_the_size_of_a_model_tells_what_is_active():
-    """Of 16 experts of each layer 4; the balance and the meter are no parameters of a token."""
+    """Of 16 experts of each layer 4; the balance is no parameter of a token."""
     m = routed()
     model = models.build(m)
     expert = m.layers * 3 * m.embed * m.expert_size

@@ -69,7 +69,7 @@ def whole_pass(family: str):
     @jax.jit
     def logits(params, texts):
         x = model.embed(params, texts)
-        x, _ = jax.lax.scan(lambda x, layer: (model.block(layer, x), None), x, params["blocks"])
+        x, _ = jax.lax.scan(lambda x, layer: model.block(layer, x), x, params["blocks"])
         return model.logits(params, x)
 
     def on_one_device(texts):

@@ -1,22 +1,19 @@
-"""What a step does with counts: the balance moves in whole tokens, and nothing else of the step touches them."""
+"""What a step does with the sums of routers: the balance moves in whole tokens, and nothing else moves it."""
 
 from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import P
-from jax.sharding import reshard
 
 from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.experts import direction
 from jaxdist.parallel import placing
-from jaxdist.parallel.crossing import compressed, replicas
-from jaxdist.parallel.crossing.codes import Int8
 from jaxdist.request import load
-from jaxdist.sharding import Layout
-from jaxdist.training.forward.balance import REPORTED, balancing, collapsed, direction
+from jaxdist.sharding import Layout, name_of
+from jaxdist.training.forward.balance import REPORTED, collapsed
 from jaxdist.training.rounds import RoundRunner
 from jaxdist.training.run import Run
 from jaxdist.training.step_runner import StepRunner
@@ -52,25 +49,26 @@ def batch(run: Run, padded: bool = True, seed: int = 0) -> dict:
 
 
 def first_step(run: Run, **changed):
-    """(parameters before, gradient, state after, metrics) of one step."""
+    """(parameters before, (gradient, aux), state after, metrics) of one step."""
     with jax.set_mesh(run.mesh):
         state = run.init()._replace(**changed)
         before = jax.device_get(run.step.logical(state).params)
         weights = run.forward.weights(state.params)
-        _, gradient, *_ = jax.jit(run.step.gradients)(weights, {}, batch(run))
+        sums = jax.device_get(jax.jit(partial(sums_of, run))(weights, batch(run)))
         after, metrics = program(run)(state, batch(run))
         logical = jax.device_get(run.step.logical(after))
-    return before, jax.device_get(gradient), logical, jax.device_get(metrics)
+    return before, sums, logical, jax.device_get(metrics)
+
+
+def sums_of(run: Run, weights, rows):
+    """(gradient, aux) of a batch, in a run without replicas."""
+    *_, aux = run.forward.gradients(weights, {}, rows, jnp.asarray(0))
+    return run.step.gradients(weights, {}, rows)[1], aux
 
 
 @cache
 def on_one_device():
     return first_step(made(mesh="1x1x1"))
-
-
-def without_counts(params: dict) -> list[np.ndarray]:
-    counted = ("balance", "meter")
-    return [leaf for path, leaf in jax.tree.leaves_with_path(params) if path[-1].key not in counted]
 
 
 @pytest.mark.parametrize(
@@ -87,40 +85,35 @@ def test_a_load_is_compared_with_the_mean_in_whole_tokens(load, wanted):
     np.testing.assert_array_equal(direction(jnp.asarray(load, jnp.float32)), wanted)
 
 
-def test_the_rule_sees_no_counts_and_keeps_nothing_of_them():
-    counted = {"w": False, "balance": True, "meter": True}
-    params = {"w": jnp.ones(2), "balance": jnp.full(2, 0.5), "meter": jnp.zeros(3)}
-    grads = {"w": jnp.ones(2), "balance": jnp.asarray([5.0, 1.0]), "meter": jnp.asarray([7.0, 8.0, 9.0])}
-    inner = optax.adamw(0.1, weight_decay=0.5)
-    rule = balancing(inner, counted, rate=0.25)
-    state = rule.init(params)
-    updates, state = rule.update(grads, state, params)
-    alone, _ = inner.update({"w": grads["w"]}, inner.init({"w": params["w"]}), {"w": params["w"]})
-    np.testing.assert_array_equal(updates["w"], alone["w"])
-    np.testing.assert_array_equal(updates["balance"], [-0.25, 0.25])
-    np.testing.assert_array_equal(updates["meter"], 0)
-    assert sorted(a.shape for a in jax.tree.leaves(state)) == [(), (2,), (2,)]  # a count of steps, two moments of w
+def test_the_balance_has_no_gradient_and_no_optimizer_state():
+    run = made(mesh="1x1x1")
+    gradient, _ = on_one_device()[1]
+    assert "balance" not in gradient["blocks"]["mlp"]
+    with jax.set_mesh(run.mesh):
+        state = jax.eval_shape(run.traced_init)
+    moments = {name_of(path) for path, _ in jax.tree.leaves_with_path(state.optimizer)}
+    assert not any("balance" in name for name in moments)
+    assert any("router" in name for name in moments)
 
 
 def test_a_step_moves_the_balance_by_its_rate_whatever_clip_and_decay_do():
-    before, gradient, after, _ = on_one_device()
-    load = gradient["blocks"]["mlp"]["balance"]
+    before, (_, aux), after, _ = on_one_device()
+    load = aux["load"]
     assert load.sum(-1).tolist() == [8 * 8 * 2] * 2  # whole tokens, those without a label too
     moved = after.params["blocks"]["mlp"]["balance"] - before["blocks"]["mlp"]["balance"]
     np.testing.assert_array_equal(moved, -np.float32(1e-3) * np.sign(4 * load - load.sum(-1, keepdims=True)))
-    np.testing.assert_array_equal(after.params["blocks"]["mlp"]["meter"], 0)
 
 
-def test_the_norm_of_the_gradient_is_that_of_its_derivatives():
-    _, gradient, _, metrics = on_one_device()
-    wanted = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in without_counts(gradient)))
+def test_the_norm_is_that_of_the_gradient_alone():
+    _, (gradient, _), _, metrics = on_one_device()
+    wanted = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(gradient)))
     assert metrics.grad_norm == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_step_reports_means_over_tokens_and_layers_and_the_fullest_expert():
-    _, gradient, _, metrics = on_one_device()
-    told = gradient["blocks"]["mlp"]["meter"].sum(0) / (2 * 8 * 8)
-    load = gradient["blocks"]["mlp"]["balance"]
+    _, (_, aux), _, metrics = on_one_device()
+    told = aux["meter"].sum(0) / (2 * 8 * 8)
+    load = aux["load"]
     assert set(metrics.further) == set(REPORTED)
     for name, wanted in zip(REPORTED, (*told, (load.max(-1) / load.mean(-1)).max()), strict=True):
         assert metrics.further[name] == pytest.approx(wanted, rel=1e-6)
@@ -143,8 +136,8 @@ def test_a_step_that_is_not_finite_leaves_the_balance():
     with jax.set_mesh(run.mesh):
         params = run.init().params
         params["norm"]["scale"] = params["norm"]["scale"].at[3].set(jnp.nan)
-    _, gradient, after, metrics = first_step(run, params=params)
-    assert gradient["blocks"]["mlp"]["balance"].sum() == 2 * 8 * 8 * 2  # the load was counted
+    _, (_, aux), after, metrics = first_step(run, params=params)
+    assert aux["load"].sum() == 2 * 8 * 8 * 2  # the load was counted
     assert metrics.skipped == 1
     np.testing.assert_array_equal(after.params["blocks"]["mlp"]["balance"], 0)
 
@@ -169,27 +162,13 @@ def test_the_losses_of_the_router_are_means_over_positions_whichever_have_labels
     assert scale > 0
 
 
-def test_counts_are_whole_on_every_device_and_cross_the_replicas_exactly():
-    """Also where they are many: 2 layers of 4096 experts."""
+def test_the_balance_lies_whole_on_every_device():
     shape = parse_mesh("replica=2,data=2")
-    mesh = make_mesh(shape, jax.devices()[:4])
-    layout = Layout.on(mesh)
+    layout = Layout.on(make_mesh(shape, jax.devices()[:4]))
     abstract = {"balance": jax.ShapeDtypeStruct((2, 4096), jnp.float32)}
-    axes = {"balance": ("layers", "counted")}
+    axes = {"balance": ("layers", "steered")}
     place = placing.placements(layout, axes, abstract, placing.ZeroOptions(3, replica_zero=True))["balance"]
-    assert (place.rest, place.held, place.scatter_dim) == (P(None, None), P(None, None), None)
-    with jax.set_mesh(mesh):
-        counts = np.random.default_rng(0).integers(0, 2**23, (2, 4096, 2)).astype(np.float32)
-        residual = jnp.zeros(counts.shape, jnp.float32, out_sharding=replicas.own_parts(place))
-
-        @jax.jit
-        def cross(counts, residual):
-            own = replicas.partial_sums(place, counts)
-            return compressed.cross(Int8(), jnp.asarray(0), place, own, residual)
-
-        total, residual = cross(reshard(jnp.asarray(counts), replicas.own_parts(place)), residual)
-    np.testing.assert_array_equal(total, counts.sum(-1))
-    np.testing.assert_array_equal(residual, 0)
+    assert (place.rest, place.held, place.differentiated) == (P(None, None), P(None, None), False)
 
 
 @pytest.mark.parametrize("precision", ["mixed", "bfloat16"])
@@ -197,8 +176,8 @@ def test_router_and_balance_are_float32_in_every_precision(precision):
     run = made(mesh="1x1x1", precision=precision)
     with jax.set_mesh(run.mesh):
         weights = jax.eval_shape(lambda: run.forward.weights(run.traced_init().params))["blocks"]["mlp"]
-    assert {name: weights[name].dtype for name in ("router", "balance", "meter")} == dict.fromkeys(
-        ("router", "balance", "meter"), jnp.float32
+    assert {name: weights[name].dtype for name in ("router", "balance")} == dict.fromkeys(
+        ("router", "balance"), jnp.float32
     )
     assert weights["gate_up"].dtype == weights["down"].dtype == jnp.bfloat16
 
@@ -250,16 +229,14 @@ def test_an_outer_step_makes_the_balance_the_mean_of_the_replicas():
                 loads = state.metrics
             if step == 2:
                 after_first = jax.device_get(state.params["blocks"]["mlp"]["balance"])
-        mlp = jax.device_get(state.params["blocks"]["mlp"])
-        velocity = jax.device_get(state.crossing.velocity["blocks"]["mlp"])
+        balance = jax.device_get(state.params["blocks"]["mlp"]["balance"])
     assert len(loads) == 2
     # Each replica has moved each expert by one rate or not at all in a step; the mean is in halves of it.
     assert not np.array_equal(own[0], own[1])
-    steps = (mlp["balance"] - after_first) / 1e-3
+    steps = (balance - after_first) / 1e-3
     np.testing.assert_allclose(steps, np.round(2 * steps) / 2, atol=1e-3)
     assert np.abs(steps).max() == pytest.approx(2, abs=1e-3)
-    assert not np.any(velocity["balance"])
-    assert not np.any(mlp["meter"])
+    assert "balance" not in state.crossing.velocity["blocks"]["mlp"]
     assert set(reported[-1].further) == set(REPORTED)
 
 

@@ -116,10 +116,10 @@ def test_layers_and_places_have_masks_of_their_own():
 
     def block(layer, x, inputs):
         seen.append(np.asarray(jax.random.key_data(inputs.keys)))
-        return x
+        return x, {}
 
     forward = setup.forward
-    embed = lambda w, tokens, inputs: block(None, jnp.zeros((2, 3, 4)), inputs)
+    embed = lambda w, tokens, inputs: block(None, jnp.zeros((2, 3, 4)), inputs)[0]
     forward.model = SimpleNamespace(block=block, embed=embed, cast=lambda params, dtype: params)
     with jax.disable_jit():
         tokens, keys = jnp.zeros((1, 2, 3), int), jax.random.split(jax.random.key(0))[None]

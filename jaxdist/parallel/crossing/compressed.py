@@ -69,8 +69,6 @@ def cross(
     rule: Compression, step: Int[Array, ""], place: Placement, g: Float[Array, "..."], residual: Float[Array, "... R"]
 ) -> tuple[Float[Array, "..."], Float[Array, "... R"]]:
     """Do what `Placement.cross` does, in fewer bits; return (the sum, the new residual of each replica)."""
-    if place.counted:
-        return place.cross(g), residual
 
     def add(g: jax.Array, residual: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         total, new = rule.add_up(g, residual[..., 0], place.stacked, step)

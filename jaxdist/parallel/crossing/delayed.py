@@ -24,6 +24,8 @@ class InFlight(NamedTuple):
     """The number of the step that made it; NOTHING where there is none."""
     parts: Params
     """What each replica has of the gradient, [..., R] in f32."""
+    aux: Params
+    """What each replica has of the sums of the layers (`models.decoder.Aux`), in the same form."""
     loss: Float[Array, ""]
     count: Int[Array, ""]  # type: ignore[assignment]  # a tuple has a method of this name, which nobody calls here
     """What the loss is a mean over."""
@@ -41,6 +43,10 @@ class Delayed(Later):
         """Return also the gradient in flight."""
         return super().at_rest(sent, learned, on_host)._replace(in_flight=F32 * sent)
 
+    def with_aux(self, state: InFlight, places: Placements, aux: Params) -> InFlight:
+        """Return a state without a gradient in flight, with room for sums of the shapes `aux`."""
+        return state._replace(aux=no_residual(places, aux, self.replicas))
+
     def start(self, places: Placements, params: Params) -> InFlight:
         """Return that nothing is in flight."""
         return self._nothing(places, params, self.sums.start(places, params))
@@ -56,4 +62,4 @@ class Delayed(Later):
     def _nothing(self, places: Placements, params: Params, sums: Tree) -> InFlight:
         zero = jnp.zeros((), jnp.float32)
         parts = no_residual(places, params, self.replicas)
-        return InFlight(jnp.asarray(NOTHING), parts, zero, jnp.zeros((), jnp.int32), sums)
+        return InFlight(jnp.asarray(NOTHING), parts, {}, zero, jnp.zeros((), jnp.int32), sums)

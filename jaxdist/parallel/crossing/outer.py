@@ -70,18 +70,12 @@ class Outer(Later):
         """Return the state after the outer step that took it."""
         return state._replace(sums=self.sums.without_rest(state.sums))
 
-    def moved(
-        self, places: Placements, params: Params, delta: Params, velocity: Params | None
-    ) -> tuple[Params, Params | None]:
-        """Take a step by the mean change `delta`; what is counted becomes the mean of the replicas'.
-
-        Returns (parameters, velocity).
-        """
+    def moved(self, params: Params, delta: Params, velocity: Params | None) -> tuple[Params, Params | None]:
+        """Take a step by the mean change `delta`; return (parameters, velocity)."""
         eta, mu = self.rate, self.momentum
         if velocity is None:
             steps = jax.tree.map(lambda d: eta * d, delta)
         else:
-            velocity = jax.tree.map(lambda p, v, d: v if p.counted else mu * v + d, places, velocity, delta)
+            velocity = jax.tree.map(lambda v, d: mu * v + d, velocity, delta)
             steps = jax.tree.map(lambda v, d: eta * (mu * v + d), velocity, delta)
-        moved = jax.tree.map(lambda p, w, step, d: w - (d if p.counted else step), places, params, steps, delta)
-        return moved, velocity
+        return jax.tree.map(jnp.subtract, params, steps), velocity

@@ -29,8 +29,10 @@ class Program:
 
     embed: Callable[[Tree, Tree], Float[Array, "..."]]
     """(tops, part) -> the residual stream."""
-    layer: Callable[[Tree, Float[Array, "..."], Tree, Array], Float[Array, "..."]]
-    """(weights of a layer, residual stream, part, number of the layer) -> residual stream."""
+    layer: Callable[[Tree, Float[Array, "..."], Tree, Array], tuple[Float[Array, "..."], Tree]]
+    """(weights of a layer, residual stream, part, number of the layer) -> (residual stream, aux).
+
+    Aux are sums over tokens, which the pipeline adds up over micro-batches, and over devices."""
     loss: Callable[[Tree, Float[Array, "..."], Tree], Float[Array, ""]]
     """(tops, residual stream, part) -> summed loss."""
 

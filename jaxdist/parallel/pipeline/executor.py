@@ -40,7 +40,7 @@ from jaxdist.parallel.pipeline.device import Device, Program, batch_specs, get, 
 from jaxdist.parallel.pipeline.layers import Ring, Slot, Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import Rows, Table
-from jaxdist.parallel.zero import Placements, trained
+from jaxdist.parallel.zero import Placements, differentiated
 from jaxdist.sharding import Layout, Params, Tree, wide
 
 SHARED = "the_same_on_all_ranks"
@@ -70,6 +70,8 @@ class Executor:
     layout: Layout
     places: Placements
     """Placements of the folded parameters."""
+    aux_places: Placements
+    """Placements of the layers' aux, folded as the layers are; those that are not there are not summed."""
     stage: int
     """Of ZeRO."""
     program: Program
@@ -83,12 +85,15 @@ class Executor:
                 "recomputing the whole stage would undo; ask for remat block, dots or none, or for another schedule"
             )
 
-    def gradients(self, weights: Params, batch: Tree) -> tuple[Float[Array, ""], Params]:
-        """Return (summed loss, its gradient in f32, as `Placement.reduced` says) of a `batch` [M, B, ...]."""
+    def gradients(self, weights: Params, batch: Tree) -> tuple[Float[Array, ""], Params, Tree]:
+        """Return (summed loss, its gradient in f32, aux) of a `batch` [M, B, ...].
+
+        Gradient and aux lie as `Placement.reduced` says.
+        """
         run = partial(self._run, True)
-        return self.in_region(run, (P(), jax.tree.map(lambda p: p.reduced, trained(self.places, self.places))))(
-            *self.arguments(weights, batch)
-        )
+        places = differentiated(self.places, self.places), self.aux_places
+        specs = P(), *jax.tree.map(lambda p: p.reduced, places)
+        return self.in_region(run, specs)(*self.arguments(weights, batch))
 
     def loss(self, weights: Params, batch: Tree) -> Float[Array, ""]:
         """Return the summed loss alone: F and head of the same table."""
@@ -159,7 +164,8 @@ class Region(Device):
         self.differentiates = backward
         self.uniform = self.table.schedule.uniform
         self.tops = own(self.top_places, {name: weights[name] for name in self.top_places})
-        self.trained_tops = trained(self.top_places, self.tops)
+        self.aux_places = of.aux_places
+        self.learning_tops = differentiated(self.top_places, self.tops)
         blocks = weights[BLOCKS] if of.stage == 3 else own(self.block_places, weights[BLOCKS])
         self.blocks = jax.tree.map(lambda w: w[:, 0], blocks)
         self.at_rest = jax.tree.map(lambda w: w[:, 0], weights[BLOCKS])
@@ -183,8 +189,8 @@ class Region(Device):
             # What is not summed over the replicas differs from one to the next.
             return jax.tree.map(
                 lambda p, w: region.zeros(w.shape, wide(w.dtype), region.varying(w) | p.deferred),
-                trained(places, places),
-                trained(places, weights),
+                differentiated(places, places),
+                differentiated(places, weights),
             )
 
         loss = jax.eval_shape(loss_of_zeros)
@@ -198,6 +204,7 @@ class Region(Device):
         carry |= dict(blocks=sums(self.block_places, blocks), tops=sums(self.top_places, self.tops))
         unit = self.unit(0, part)
         x = region.zeros_like(x)
+        carry["aux"] = self._summed(self.layers.aux(unit, x, (self.stages.virtual,)))
         if self.recompute:
             carry["residuals"] = region.zeros_like(x, (depths["residuals"],))
         else:
@@ -232,18 +239,35 @@ class Region(Device):
         """Run F of a chunk; return the carry and the output of the chunk."""
         unit = self.unit(row.F.chunk, self.part(row.F.micro))
 
-        def run(residuals: Tree, x: jax.Array) -> tuple[Tree, jax.Array]:
+        def run(residuals: Tree, sums: Tree, x: jax.Array) -> tuple[Tree, Tree, jax.Array]:
             if not self.differentiates:
-                return residuals, self.layers.forward(unit, x)
+                return residuals, sums, self.layers.forward(unit, x)[0]
             if self.recompute:
-                return put(residuals, x, row.F.res), self.layers.forward(unit, x)
-            return self.layers.forward_keeping(unit, x, residuals, row.F.res)
+                residuals = put(residuals, x, row.F.res)
+                y, aux = self.layers.forward(unit, x)
+            else:
+                residuals, y, aux = self.layers.forward_keeping(unit, x, residuals, row.F.res)
+            return residuals, self._add_aux(sums, self._summed(aux), unit.chunk, row.F.on), y
 
         x = self.embed(row, get(carry["acts"], row.F.act))
-        residuals, y = self._own(row.F.on, run, carry.get("residuals"), x)
+        residuals, aux, y = self._own(row.F.on, run, carry.get("residuals"), carry.get("aux"), x)
         if self.differentiates:
-            carry = carry | {"residuals": residuals}
+            carry = carry | {"residuals": residuals, "aux": aux}
         return carry, y
+
+    def _summed(self, aux: Tree) -> Tree:
+        """Return what is summed of aux."""
+        return {name: aux[name] for name in self.aux_places}
+
+    def _add_aux(self, sums: Tree, aux: Tree, chunk: Slot, on: jax.Array) -> Tree:
+        """Return `sums` with the aux of a chunk's layers, if it is `on`."""
+
+        def add(total: jax.Array, a: jax.Array) -> jax.Array:
+            # A `where`, not a product: what is masked may be NaN.
+            own = jnp.where(on, a, jnp.zeros((), a.dtype)).astype(total.dtype)
+            return put(total, get(total, chunk) + own, chunk)
+
+        return jax.tree.map(add, sums, aux)
 
     def embed(self, row: Row, x: jax.Array) -> jax.Array:
         """Return the input of a chunk: the embedding for the first chunk, `x` for others."""
@@ -267,7 +291,7 @@ class Region(Device):
             last = region.add_up(jnp.where(row.F.last, y, jnp.zeros((), y.dtype)), (PIPELINE,))
             if not self.differentiates:
                 return sums | {"loss": sums["loss"] + loss_of({}, last)}
-            loss, vjp = jax.vjp(loss_of, self.trained_tops, last)
+            loss, vjp = jax.vjp(loss_of, self.learning_tops, last)
             tops, dy = vjp(region.vary(jnp.ones_like(loss), region.varying(loss)))
             cots = put(sums["cots"], region.vary(dy, self.stream), row.F.cot)
             return {"loss": sums["loss"] + loss, "tops": _add(sums["tops"], tops), "cots": cots}
@@ -307,7 +331,7 @@ class Region(Device):
         def one_number(a: jax.Array) -> jax.Array:
             return region.vary(a[(0,) * a.ndim], self.stream)
 
-        if not self.trained_tops:
+        if not self.learning_tops:
             return carry, one_number(dx)
 
         def embed(tops: Params) -> jax.Array:
@@ -316,7 +340,7 @@ class Region(Device):
         def run(state: tuple[Params, jax.Array]) -> tuple[Params, jax.Array]:
             sums, _ = state
             first = region.add_up(jnp.where(row.B.first, dx, jnp.zeros((), dx.dtype)), (PIPELINE,))
-            x, vjp = jax.vjp(embed, self.trained_tops)
+            x, vjp = jax.vjp(embed, self.learning_tops)
             # A gradient of zeros, where no rank has the first chunk.
             grads = vjp(region.vary(first, region.varying(x)))[0]
             done = one_number(first)
@@ -362,7 +386,7 @@ class Region(Device):
             return lax.cond(on, run, lambda state: state, state)
 
     def end(self, carry: Carry) -> Tree:
-        """Return the loss, or the loss and the gradients, with what is left to reduce once per step.
+        """Return the loss, or the loss, gradients and aux, with what is left to reduce once per step.
 
         Sums over the replicas stay partial: `Placement.cross` adds them up.
         """
@@ -374,7 +398,10 @@ class Region(Device):
             blocks = _reduced(part_of(self.block_places, blocks), blocks)
         tops = _reduced(part_of(self.top_places, carry["tops"]), carry["tops"])
         grads = tops | ({BLOCKS: blocks} if blocks else {})
-        return loss, jax.tree.map(lambda p, g: p.deferred_manual(g), part_of(self.places, grads), grads)
+        aux = _reduced(self.aux_places, jax.tree.map(lambda a: a[:, None], carry["aux"]))
+        sums = grads, aux
+        places = part_of(self.places, grads), self.aux_places
+        return loss, *jax.tree.map(lambda p, g: p.deferred_manual(g), places, sums)
 
     def part(self, micro: jax.Array) -> Tree:
         """Return one micro-batch."""

@@ -26,7 +26,7 @@ from jaxdist.parallel import region
 from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.split import Halves, halves
 from jaxdist.parallel.pipeline.stages import Stages
-from jaxdist.parallel.zero import trained
+from jaxdist.parallel.zero import differentiated
 from jaxdist.sharding import Tree, wide
 
 Ring = list[Array]
@@ -102,8 +102,8 @@ def rebuild(vjp: VJP, kept: Sequence[jax.Array], available: Tree) -> Callable[..
 class Layers:
     """Forward and backward passes of the layers of a chunk."""
 
-    layer: Callable[[Tree, Float[Array, "..."], Tree, Array], Float[Array, "..."]]
-    """`layer(weights, x, part, number)` is one of them."""
+    layer: Callable[[Tree, Float[Array, "..."], Tree, Array], tuple[Float[Array, "..."], Tree]]
+    """`layer(weights, x, part, number)` is one of them (`device.Program`)."""
     stages: Stages
     places: Tree
     """The placements of the parameters of one layer."""
@@ -115,25 +115,37 @@ class Layers:
     _halves: Halves | None = field(default=None, init=False)
     """B and W of a layer, where the schedule splits the backward pass."""
 
-    def forward(self, unit: Unit, x: jax.Array) -> jax.Array:
-        """Return x after the layers; nothing is kept for a backward pass."""
+    def forward(self, unit: Unit, x: jax.Array) -> tuple[jax.Array, Tree]:
+        """Return (x after the layers, their aux); nothing is kept for a backward pass."""
 
-        def one(x: jax.Array, layer: Numbered) -> tuple[jax.Array, None]:
+        def one(x: jax.Array, layer: Numbered) -> tuple[jax.Array, Tree]:
             _, w, number, valid = layer
-            return self._where(valid, self.layer(self._in_use(w), x, unit.part, number), x), None
+            y, aux = self.layer(self._in_use(w), x, unit.part, number)
+            return self._where(valid, y, x), self._of_layers(valid, aux)
 
-        return lax.scan(one, x, unit.layers)[0]
+        return lax.scan(one, x, unit.layers)
 
-    def forward_keeping(self, unit: Unit, x: jax.Array, kept: Ring, slot: Slot) -> tuple[Ring, jax.Array]:
-        """Return (`kept` with what the layers keep in `slot`, x after the layers)."""
+    def forward_keeping(self, unit: Unit, x: jax.Array, kept: Ring, slot: Slot) -> tuple[Ring, jax.Array, Tree]:
+        """Return (`kept` with what the layers keep in `slot`, x after the layers, their aux)."""
 
-        def one(carry: tuple[Ring, jax.Array], layer: Numbered) -> tuple[tuple[Ring, jax.Array], None]:
+        def one(carry: tuple[Ring, jax.Array], layer: Numbered) -> tuple[tuple[Ring, jax.Array], Tree]:
             kept, x = carry
             place, w, number, valid = layer
-            made, y = self._forward_of_layer((w, unit.part, number), x)
-            return (_put(kept, made, slot, place), self._where(valid, y, x)), None
+            made, y, aux = self._forward_of_layer((w, unit.part, number), x)
+            return (_put(kept, made, slot, place), self._where(valid, y, x)), self._of_layers(valid, aux)
 
-        return lax.scan(one, (kept, x), unit.layers)[0]
+        (kept, x), aux = lax.scan(one, (kept, x), unit.layers)
+        return kept, x, aux
+
+    def aux(self, unit: Unit, x: jax.Array, lead: tuple[int, ...]) -> Tree:
+        """Return zeros for the aux of the layers, [*lead, depth, ...] each, in f32 at least."""
+        w, part, number = unit.first
+
+        def zeros(a: jax.ShapeDtypeStruct) -> jax.Array:
+            shape = (*lead, self.stages.depth, *a.shape)
+            return region.zeros(shape, wide(a.dtype), a.manual_axis_type.varying | {PIPELINE})
+
+        return jax.tree.map(zeros, jax.eval_shape(lambda: self.layer(self._in_use(w), x, part, number)[1]))
 
     def again(self, unit: Unit, x: jax.Array) -> tuple[Ring, Slot]:
         """Recompute what the layers keep from their input; return a ring of one slot, and the slot."""
@@ -192,7 +204,7 @@ class Layers:
             place, w, number, valid = layer
             again, _ = self._arguments((w, unit.part, number), [])
             stashed = [_read(a, at, place) for a, at in zip(stash, slots, strict=True)]
-            dw = jax.tree.unflatten(jax.tree.structure(trained(self.places, w)), halves.later(again, stashed))
+            dw = jax.tree.unflatten(jax.tree.structure(differentiated(self.places, w)), halves.later(again, stashed))
             return self._accumulate(sums, dw, (unit.chunk, place), on & valid), None
 
         return lax.scan(one, sums, unit.layers)[0]
@@ -212,17 +224,17 @@ class Layers:
     def _ring(self, slots: int, of_layer: list[jax.ShapeDtypeStruct]) -> Ring:
         return [region.vary(region.zeros_like(a, (slots, self.stages.depth)), (PIPELINE,)) for a in of_layer]
 
-    def _forward_of_layer(self, available: Available, x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        """Return (what the layer keeps, its output)."""
+    def _forward_of_layer(self, available: Available, x: jax.Array) -> tuple[list[jax.Array], jax.Array, Tree]:
+        """Return (what the layer keeps, its output, its aux)."""
         w, part, number = available
         w = self._in_use(w)
 
-        def of_trained(own: Tree, x: jax.Array) -> jax.Array:
+        def of_learning(own: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
             return self.layer(joined(w, own), x, part, number)
 
-        y, pullback = jax.vjp(of_trained, trained(self.places, w), x)
+        y, pullback, aux = jax.vjp(of_learning, differentiated(self.places, w), x, has_aux=True)
         self._vjp, kept = take_apart(pullback, (w, part, number))
-        return kept, y
+        return kept, y, aux
 
     def _input_gradient_of_layer(
         self, available: Available, kept: list[jax.Array], dy: jax.Array
@@ -281,6 +293,10 @@ class Layers:
         if self.stage >= 2:
             dw = jax.tree.map(lambda p, g: p.reduce_manual(g), part_of(self.places, dw), dw)
         return jax.tree.map(add, sums, dw)
+
+    def _of_layers(self, valid: jax.Array, aux: Tree) -> Tree:
+        """Return the aux of a layer, and zeros for padding."""
+        return jax.tree.map(lambda a: self._where(valid, a, jnp.zeros_like(a)), aux)
 
     def _where(self, valid: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
         """Return `yes` for a layer and `no` for padding."""

@@ -35,11 +35,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxdist.mesh import AXES, PIPELINE
-from jaxdist.parallel import region, zero
+from jaxdist.parallel import region
+from jaxdist.parallel.partial_trees import part_of
 from jaxdist.parallel.pipeline.device import Device, Program, batch_specs, get, own, put
 from jaxdist.parallel.pipeline.layers import Slot, Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, of_layers
-from jaxdist.parallel.zero import Placement, Placements
+from jaxdist.parallel.zero import Placements, differentiated
 from jaxdist.sharding import Layout, Params, Tree, wide
 
 Carry = dict[str, Any]
@@ -69,6 +70,8 @@ class PipeDream:
     layout: Layout
     places: Placements
     """Placements of the folded parameters."""
+    aux_places: Placements
+    """Placements of the layers' aux, folded as the layers are; those that are not there are not used."""
     stage: int
     """Of ZeRO."""
     program: Program
@@ -80,9 +83,9 @@ class PipeDream:
     """What gradients are divided by; None where that is the number of labels (`training.forward.balance`)."""
     recompute: bool
     """Keep only the input of a stage, and recompute the stage when its B runs."""
-    update: Callable[[Tree, Tree, Tree, Array], tuple[Tree, Tree]]
-    """(gradients, optimizer state, parameters, updates before) -> (parameters, state), of the layers, or of all
-    others; elementwise, as each device updates its own part."""
+    update: Callable[[Tree, Tree, Tree, Tree, Array], tuple[Tree, Tree]]
+    """(gradients, aux, optimizer state, parameters, updates before) -> (parameters, state), of the layers, or of all
+    others, which have no aux; elementwise, as each device updates its own part."""
 
     def empty(self, params: Params, batch: Tree) -> Tree:
         """Return the state of an empty pipeline; of `batch`, [1, B, ...], only the shape counts."""
@@ -144,6 +147,7 @@ class Round(Device):
     def __init__(self, of: PipeDream, params: Params, batch: Tree):
         super().__init__(of.program, of.stages, of.layout, of.places, of.stage)
         self.update = of.update
+        self.aux_places = of.aux_places
         self.recompute = of.recompute
         self.dtype = of.dtype
         self.cast = of.cast
@@ -178,10 +182,12 @@ class Round(Device):
         def head_gradients(w: jax.Array) -> jax.Array:
             return region.zeros((S // 2 + 1, *w.shape), wide(w.dtype), region.varying(w))
 
+        unit = self.unit(self.in_use(blocks), self.batch)
+
         def residuals() -> Tree:
             if self.recompute:
                 return buffer(x)
-            return self.layers.kept(self.unit(self.in_use(blocks), self.batch), zeros(x), S)
+            return self.layers.kept(unit, zeros(x), S)
 
         return {
             "round": jnp.zeros((), jnp.int32),
@@ -190,6 +196,7 @@ class Round(Device):
             "counts": jnp.zeros(S, jnp.int32),
             "versions": jax.tree.map(buffer, blocks),
             "residuals": residuals(),
+            "aux": self._used(self.layers.aux(unit, zeros(x), (S,))),
             "sent": zeros(x),
             "returned": zeros(x),
             "losses": jnp.zeros(S, f32),
@@ -238,16 +245,24 @@ class Round(Device):
             # Rank 0 runs F in even ticks; the others take part in the embedding with their part of the vocabulary.
             x = jnp.where(self.rank == 0, self.program.embed(self.tops, self.batch), x)
 
-        def run(versions: Tree, residuals: Tree, x: jax.Array) -> tuple[Tree, Tree, jax.Array]:
+        def run(versions: Tree, residuals: Tree, sums: Tree, x: jax.Array) -> tuple[Tree, Tree, Tree, jax.Array]:
             blocks = self.cast(carry["params"][BLOCKS])
             unit = self.unit(self.in_use(blocks), part)
             versions = put(versions, blocks, slot)
             if self.recompute:
-                return versions, put(residuals, x, slot), self.layers.forward(unit, x)
-            return versions, *self.layers.forward_keeping(unit, x, residuals, slot)
+                residuals = put(residuals, x, slot)
+                y, aux = self.layers.forward(unit, x)
+            else:
+                residuals, y, aux = self.layers.forward_keeping(unit, x, residuals, slot)
+            return versions, residuals, put(sums, self._used(aux), slot), y
 
-        versions, residuals, y = self.alone(on, run, carry["versions"], carry["residuals"], x)
-        return carry | {"versions": versions, "residuals": residuals}, y
+        state = carry["versions"], carry["residuals"], carry["aux"]
+        versions, residuals, aux, y = self.alone(on, run, *state, x)
+        return carry | {"versions": versions, "residuals": residuals, "aux": aux}, y
+
+    def _used(self, aux: Tree) -> Tree:
+        """Return what is used of aux."""
+        return {name: aux[name].astype(wide(aux[name].dtype)) for name in self.aux_places}
 
     def backward(self, carry: Carry, parity: int) -> tuple[Carry, jax.Array]:
         """Run B at the weights that F of the batch has used, and update the stage."""
@@ -266,8 +281,9 @@ class Round(Device):
             grads, dx = self.layers.backward(unit, dy, *kept, self._empty_sums(version, unit), True)
             grads = jax.tree.map(lambda g: g[0], grads)
             if self.stage < 2:  # from stage 2 on, `Layers.backward` has reduced them
-                grads = jax.tree.map(lambda p, g: p.reduce_manual(g), self.stage_places, grads)
-            params, optimizer, square = self.updated(carry, slot, {BLOCKS: grads}, optimizer, params)
+                grads = jax.tree.map(lambda p, g: p.reduce_manual(g), part_of(self.stage_places, grads), grads)
+            aux = jax.tree.map(lambda p, a: p.reduce_manual(a), self.aux_places, get(carry["aux"], slot))
+            params, optimizer, square = self.updated(carry, slot, {BLOCKS: grads}, aux, optimizer, params)
             return params, optimizer, put(squares, square, slot), dx
 
         state = _layers(carry["params"]), _layers(carry["optimizer"]), carry["squares"], carry["returned"]
@@ -285,7 +301,7 @@ class Round(Device):
         def empty(w: jax.Array) -> jax.Array:
             return region.zeros((1, *w.shape), wide(w.dtype), region.varying(w))
 
-        return jax.tree.map(empty, version if self.stage >= 2 else unit.weights)
+        return jax.tree.map(empty, differentiated(self.stage_places, version if self.stage >= 2 else unit.weights))
 
     def head(self, carry: Carry, y: jax.Array) -> Carry:
         """Run the head: all ranks together compute the loss of the batch that leaves the last stage, and its gradient.
@@ -328,7 +344,7 @@ class Round(Device):
         grads = jax.tree.map(lambda p, g: p.reduce_manual(g), self.top_places, grads)
         old_optimizer = _tops(carry["optimizer"])
         old_params = _tops(carry["params"])
-        params, optimizer, square = self.updated(carry, slot, grads, old_optimizer, old_params)
+        params, optimizer, square = self.updated(carry, slot, grads, {}, old_optimizer, old_params)
         # While the pipeline fills, no batch is through and nothing is updated.
         params, optimizer = _choose(number != NOTHING, (params, optimizer), (old_params, old_optimizer))
 
@@ -342,24 +358,18 @@ class Round(Device):
         return carry, Through(number, loss, norm, count)
 
     def updated(
-        self, carry: Carry, slot: jax.Array, grads: Params, optimizer: Tree, params: Params
+        self, carry: Carry, slot: jax.Array, grads: Params, aux: Tree, optimizer: Tree, params: Params
     ) -> tuple[Params, Tree, jax.Array]:
-        """Return (parameters, optimizer state, squared norm) after an update with the summed gradients of a batch.
+        """Return (parameters, optimizer state, squared norm) after an update with the sums of a batch.
 
         Where the gradients are not finite, parameters and state stay as they were.
         """
         number = get(carry["numbers"], slot)
         divisor = self.positions or jnp.maximum(get(carry["counts"], slot), 1)
-        in_layers = BLOCKS in grads
-        places = {BLOCKS: self.stage_places} if in_layers else self.top_places
-
-        def mean(place: Placement, g: jax.Array) -> jax.Array:
-            return g if place.counted else g / jnp.asarray(divisor, g.dtype)
-
-        grads = jax.tree.map(mean, places, grads)
+        grads = jax.tree.map(lambda g: g / jnp.asarray(divisor, g.dtype), grads)
         # The gradients of a stage are those of its rank alone.
-        square = _square(zero.derivatives(places, grads), keep={PIPELINE} if in_layers else set())
-        made = self.update(grads, optimizer, params, number)
+        square = _square(grads, keep={PIPELINE} if BLOCKS in grads else set())
+        made = self.update(grads, aux, optimizer, params, number)
         return *_choose(jnp.isfinite(square), made, (params, optimizer)), square
 
 

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -45,6 +46,9 @@ LONGEST_REASON = 200
 
 LISTED = 10
 """Arrays that an error names at most."""
+
+METER = ".mlp.meter"
+"""How the name of a parameter ends that older checkpoints of routed models hold: zeros, which nothing reads."""
 
 
 class SaveFailed(RuntimeError):
@@ -153,7 +157,8 @@ class OrbaxWriter:
         items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
         path = self.step_dir.path(step)
         try:
-            self._compare(step, trees["params"])
+            if self._compare(step, trees["params"]):
+                return {name: _restored_part(path / name, tree) for name, tree in trees.items()}
             return dict(self._orbax.restore(path, args=ocp.args.Composite(**items)).items())
         except RequestError:
             raise
@@ -167,17 +172,22 @@ class OrbaxWriter:
             return {}
         return array_shapes(ocp.StandardCheckpointHandler().metadata(path).tree)
 
-    def _compare(self, step: int, params: Any) -> None:
-        """Refuse parameters of other names and shapes before Orbax sees them: its errors do not name them."""
+    def _compare(self, step: int, params: Any) -> bool:
+        """Refuse parameters of other names and shapes before Orbax sees them: its errors do not name them.
+
+        Return whether the step also holds the meters that routers had once, which are not read.
+        """
         path = self.step_dir.path(step)
         there = array_shapes(ocp.StandardCheckpointHandler().metadata(path / "params").tree)
         here = array_shapes(params)
+        meters = {name for name in there if name.endswith(METER)} - set(here)
+        there = {name: shape for name, shape in there.items() if name not in meters}
         different = []
         for name in sorted({*there, *here}):
             if there.get(name) != here.get(name):
                 different.append(f"{name} is {_shown(there.get(name))} there and {_shown(here.get(name))} here")
         if not different:
-            return
+            return bool(meters)
         more = ""
         if len(different) > LISTED:
             more = f", and {len(different) - LISTED} more"
@@ -223,6 +233,14 @@ class OrbaxWriter:
         if self.step is not None and self.step_dir.seal_of(self.step) is not None:
             return SaveFailed(f"{what} is saved, but a later operation failed: {_cause(error)}")
         return SaveFailed(f"{what} could not be saved: {_cause(error)}")
+
+
+def _restored_part(item: Path, tree: Any) -> Any:
+    """Return the arrays of an item that `tree` names, of those that it holds."""
+    args = ocp.checkpoint_utils.construct_restore_args(tree)
+    return ocp.PyTreeCheckpointHandler().restore(
+        item, args=ocp.args.PyTreeRestore(tree, restore_args=args, partial_restore=True)
+    )
 
 
 @cache

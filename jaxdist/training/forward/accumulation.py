@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxdist.models import ModelT, Params
+from jaxdist.models.decoder import Aux
 from jaxdist.parallel import zero
 from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.sharding import wide
 from jaxdist.training.forward.base import ForwardBase
 from jaxdist.training.forward.step import Batch, Further, Summed
 
-Outcome = tuple[Float[Array, ""], Params, Further]
-"""(summed loss, variables after it, further sums)."""
+Outcome = tuple[Float[Array, ""], Params, Further, Aux]
+"""(summed loss, variables after it, further sums, each device's own part of aux of all layers)."""
 
 Carry = tuple[tuple[Float[Array, ""], Params], Params]
 """((sum of losses, sum of gradients), variables)."""
@@ -56,15 +57,16 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
         """Return loss and gradients, summed over all micro-batches and devices; gradients wait for `Placement.cross`.
 
         Below stage 2 gradients are reduced once, after the last micro-batch; from stage 2 on in every layer's backward
-        pass.
+        pass. Aux are few numbers, and always reduced at the end.
         """
-        if self.stage < 2:
-            return self._reduce_at_the_end(weights, variables, batch, step)
-        return self._reduce_in_layers(weights, variables, batch, step)
+        make = self._reduce_at_the_end if self.stage < 2 else self._reduce_in_layers
+        loss, grads, variables, further, aux = make(weights, variables, batch, step)
+        aux = jax.tree.map(lambda p, a: p.reduce(a), self.aux_places, aux)
+        return loss, grads, variables, further, aux
 
     def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Further]:
         """Return (summed loss, further sums)."""
-        loss, _, further = self.loss(weights, None, variables, batch, None)
+        loss, _, further, _ = self.loss(weights, None, variables, batch, None)
         return loss, further
 
     def accumulators(self, weights: Params) -> Params:
@@ -74,31 +76,31 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
         reduced gradients.
         """
         if self.stage < 2:
-            trained = zero.trained(self.places, weights)
-            return jax.tree.map(lambda p, w: p.partial_sums(w), self.trained_places, trained)
+            learning = zero.differentiated(self.places, weights)
+            return jax.tree.map(lambda p, w: p.partial_sums(w), self.differentiated_places, learning)
         dtype = wide(self.dtype)
-        trained = zero.trained(self.places, self.abstract)
-        return jax.tree.map(lambda p, w: p.reduced_sums(w.shape, dtype), self.trained_places, trained)
+        learning = zero.differentiated(self.places, self.abstract)
+        return jax.tree.map(lambda p, w: p.reduced_sums(w.shape, dtype), self.differentiated_places, learning)
 
     def _reduce_at_the_end(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Stages 0 and 1: each device accumulates its own whole gradients in f32; they are reduced once, at the end."""
 
-        def loss_of(trained: Params, variables: Params, parts: Batch) -> Outcome:
-            return self.loss(joined(weights, trained), None, variables, parts, step)
+        def loss_of(learning: Params, variables: Params, parts: Batch) -> Outcome:
+            return self.loss(joined(weights, learning), None, variables, parts, step)
 
         # Each device adds up its own sums: nothing moves before all micro-batches are through.
-        trained = zero.trained(self.places, weights)
+        learning = zero.differentiated(self.places, weights)
         zeros = self.accumulators(weights)
-        loss, grads, variables, further = self._accumulate(loss_of, trained, zeros, variables, _one_by_one(batch))
-        grads = jax.tree.map(lambda p, g: p.reduce(g), self.trained_places, grads)
-        return loss, grads, variables, further
+        loss, grads, *rest = self._accumulate(loss_of, learning, zeros, variables, _one_by_one(batch))
+        grads = jax.tree.map(lambda p, g: p.reduce(g), self.differentiated_places, grads)
+        return loss, grads, *rest
 
     def _reduce_in_layers(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Stages 2 and 3: each layer's gradient is reduced as it is made, and only its shard is kept."""
         # A sink is zeros in the shape of a parameter at rest: its gradient is the reduced gradient of the weight.
         dtype = wide(self.dtype)
-        trained = zero.trained(self.places, self.abstract)
-        sinks = jax.tree.map(lambda p, w: p.sink(w.shape, dtype), self.trained_places, trained)
+        learning = zero.differentiated(self.places, self.abstract)
+        sinks = jax.tree.map(lambda p, w: p.sink(w.shape, dtype), self.differentiated_places, learning)
 
         def loss_of(sinks: Params, variables: Params, parts: Batch) -> Outcome:
             return self.loss(weights, sinks, variables, parts, step)
@@ -115,23 +117,23 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
 
         def with_auxiliary(
             towards: Params, variables: Params, parts: Batch
-        ) -> tuple[Float[Array, ""], tuple[Params, Further]]:
-            loss, variables, further = loss_of(towards, variables, parts)
-            return loss, (variables, further)
+        ) -> tuple[Float[Array, ""], tuple[Params, tuple[Further, Aux]]]:
+            loss, variables, further, aux = loss_of(towards, variables, parts)
+            return loss, (variables, (further, aux))
 
         gradient_of = jax.value_and_grad(with_auxiliary, has_aux=True)
 
-        def add(carry: Carry, parts: Batch) -> tuple[Carry, Further]:
+        def add(carry: Carry, parts: Batch) -> tuple[Carry, tuple[Further, Aux]]:
             total, variables = carry
-            (loss, (variables, further)), grads = gradient_of(towards, variables, parts)
+            (loss, (variables, sums)), grads = gradient_of(towards, variables, parts)
             total = jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, (loss, grads))
-            return (total, variables), further
+            return (total, variables), sums
 
         # The loss is accumulated in f32, whatever the compute dtype.
         zero = jnp.zeros((), wide(self.dtype))
-        ((loss, grads), variables), further = jax.lax.scan(add, ((zero, zeros), variables), groups)
-        further = jax.tree.map(lambda a: a.sum(0), further)
-        return loss, grads, variables, further
+        ((loss, grads), variables), sums = jax.lax.scan(add, ((zero, zeros), variables), groups)
+        further, aux = jax.tree.map(lambda a: a.sum(0), sums)
+        return loss, grads, variables, further, aux
 
 
 def _one_by_one(batch: Batch) -> Batch:

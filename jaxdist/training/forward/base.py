@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic
@@ -14,13 +14,14 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import Config
 from jaxdist.models import Model, ModelT, Params
-from jaxdist.parallel.partial_trees import part_of
+from jaxdist.models.decoder import Aux
+from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.parallel.zero import Placements, trained
+from jaxdist.parallel.zero import Placements, differentiated
 from jaxdist.sharding import wide
 from jaxdist.training.forward import balance
-from jaxdist.training.forward.step import Batch, Further, Grads
+from jaxdist.training.forward.step import Batch, Further
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,31 @@ class ForwardBase(Generic[ModelT]):
     """Seed of dropout."""
 
     @property
-    def trained_places(self) -> Placements:
-        """The placements of the parameters that are trained."""
-        return trained(self.places, self.places)
+    def aux_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the sums over tokens that a layer makes; none where all that they move is frozen."""
+        moves = any(place.steered and place.trained for place in jax.tree.leaves(self.places))
+        return self.model.aux_shapes if moves and isinstance(self.model, Model) else {}
+
+    @property
+    def aux_abstract(self) -> Params:
+        """The shapes of these sums of all layers, stacked as the layers are."""
+        if not self.aux_shapes:
+            return {}
+        layers, place = (jax.tree.leaves(tree[BLOCKS])[0] for tree in (self.abstract, self.places))
+        stack = layers.shape[: place.stacked]
+        return {
+            name: jax.ShapeDtypeStruct((*stack, *shape), wide(self.dtype)) for name, shape in self.aux_shapes.items()
+        }
+
+    @property
+    def aux_places(self) -> Placements:
+        """How these sums, of all layers, are added up over the devices."""
+        return {}
+
+    @property
+    def differentiated_places(self) -> Placements:
+        """The placements of the parameters that have a gradient."""
+        return differentiated(self.places, self.places)
 
     def weights(self, params: Params) -> Params:
         """Return the parameters, or some of them, in the compute dtype, at rest in each replica."""
@@ -78,8 +101,8 @@ class ForwardBase(Generic[ModelT]):
 
     @property
     def routed(self) -> bool:
-        """Whether the model is a decoder that counts what its routers do."""
-        return isinstance(self.model, Model) and any(place.counted for place in jax.tree.leaves(self.places))
+        """Whether the model is a decoder with routers."""
+        return isinstance(self.model, Model) and bool(self.model.aux_shapes)
 
     def positions(self, batch: Batch) -> int | None:
         """Return the tokens of `batch`, by which the gradient of a routed model is divided; None for `count`."""
@@ -89,12 +112,20 @@ class ForwardBase(Generic[ModelT]):
         """Return positions / labels of `batch`, by which a routed model weighs its cross-entropy."""
         return batch["labels"].size / jnp.maximum(self.count(batch), 1).astype(wide(self.dtype))
 
-    def told(self, grads: Grads, batch: Batch) -> Further:
-        """Return what the counts among the gradients tell of the step with `batch`; nothing where none are there."""
+    def reported(self, aux: Aux, batch: Batch) -> Further:
+        """Return what the sums of the layers say of the step with `batch`; nothing where there are none."""
         positions = self.positions(batch)
-        if positions is None or not any(place.counted for place in jax.tree.leaves(self.trained_places)):
+        if positions is None or not aux:
             return {}
-        return balance.told(grads, self.model.abstract[BLOCKS]["mlp"]["balance"].shape[0], positions)
+        layers = jax.tree.leaves(self.model.abstract[BLOCKS])[0].shape[0]
+        return balance.reported(aux, layers, positions)
+
+    def steered(self, params: Params, aux: Aux) -> Params:
+        """Return the parameters after a step with the sums `aux`, by which some move that have no gradient."""
+        if not aux:
+            return params
+        assert isinstance(self.model, Model)
+        return joined(params, {BLOCKS: self.model.steered(params[BLOCKS], aux)})
 
     def cast(self, params: Params) -> Params:
         """Return the parameters, or those of one layer, in the compute dtype."""

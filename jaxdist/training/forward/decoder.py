@@ -16,12 +16,13 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.mesh.split import saved_by_layer
 from jaxdist.models import Model, Params
+from jaxdist.models.decoder import Aux
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.parallel import placing
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.parallel.zero import in_use
-from jaxdist.sharding import Layout, Tree
+from jaxdist.parallel.zero import Placements, in_use
+from jaxdist.sharding import LAYERS, Layout, Tree
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
 from jaxdist.training.forward.balance import weighed
 from jaxdist.training.forward.base import PLAIN, ForwardOptions, made_at_rest
@@ -53,6 +54,7 @@ class DecoderForward(AccumulatingForward[Model]):
         of them; otherwise they run one after the other.
         """
         self.model = model
+        self.layout = layout
         self.dtype = options.dtype
         self.dropout = options.dropout
         self.seed = options.seed
@@ -75,6 +77,11 @@ class DecoderForward(AccumulatingForward[Model]):
         elif zero.stage >= 2:
             # Without this the backward pass would keep the gathered weights of every layer.
             self.remat_all = self.remat
+
+    @property
+    def aux_places(self) -> Placements:
+        """How the sums of the layers are added up over the devices."""
+        return placing.of_sums(self.layout, self.aux_shapes, (LAYERS,))
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """Return (parameters at rest, no variables)."""
@@ -101,16 +108,16 @@ class DecoderForward(AccumulatingForward[Model]):
         if self.dropout and step is not None:
             keys = self.dropout_keys(parts["rows"], step)
         weights = self._gather_tops(weights, sinks)
-        x = self.hidden(weights, sinks, parts["tokens"], BlockInputs(keys, parts.get("starts")))
+        x, aux = self.hidden(weights, sinks, parts["tokens"], BlockInputs(keys, parts.get("starts")))
         loss = self.model.loss(self.cast(weights), x, parts["labels"])
         if "weight" in parts:
             loss = weighed(loss, parts["weight"][0])
-        return loss, variables, {}
+        return loss, variables, {}, {name: aux[name] for name in self.aux_places}
 
     def row_losses(self, weights: Params, batch: Batch) -> Float[Array, "k B"]:
         """Return the loss in nats of each row of `batch`, summed over its labels, without dropout."""
         weights = self._gather_tops(weights, None)
-        x = self.hidden(weights, None, batch["tokens"], BlockInputs(starts=batch.get("starts")))
+        x, _ = self.hidden(weights, None, batch["tokens"], BlockInputs(starts=batch.get("starts")))
         return self.model.row_losses(self.cast(weights), x, batch["labels"])
 
     def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
@@ -120,8 +127,8 @@ class DecoderForward(AccumulatingForward[Model]):
         """
         weights = self._gather_tops(weights, None)
         cast = self.cast(weights)
-        x = self.hidden(weights, None, tokens[None])[0]
-        return self.model.logits(cast, x)
+        x, _ = self.hidden(weights, None, tokens[None])
+        return self.model.logits(cast, x[0])
 
     def hidden(
         self,
@@ -129,8 +136,8 @@ class DecoderForward(AccumulatingForward[Model]):
         sinks: Params | None,
         tokens: Int[Array, "k B S"],
         inputs: BlockInputs = NO_INPUTS,
-    ) -> Float[Array, "k B s D"]:
-        """Return the residual stream after the last block; `weights` hold any number of layers.
+    ) -> tuple[Float[Array, "k B s D"], Aux]:
+        """Return (the residual stream after the last block, the layers' aux); `weights` hold any number of layers.
 
         The arrays of `inputs` have a dim of k micro-batches before their others.
         """
@@ -140,17 +147,18 @@ class DecoderForward(AccumulatingForward[Model]):
         @self.remat_all
         def block(
             x: Float[Array, "k B s D"], layer: tuple[Int[Array, ""], Params, Params | None]
-        ) -> tuple[Float[Array, "k B s D"], None]:
+        ) -> tuple[Float[Array, "k B s D"], Aux]:
             index, w, sinks = layer
             x = checkpoint_name(x, INPUT)
             w = in_use(places, w, sinks, self.stage)
 
             # Weights are cast inside the loop over micro-batches, so that their gradients are added in f32.
             @self.remat
-            def one(x: Float[Array, "B s D"], inputs: BlockInputs) -> Float[Array, "B s D"]:
+            def one(x: Float[Array, "B s D"], inputs: BlockInputs) -> tuple[Float[Array, "B s D"], Aux]:
                 return self.model.block(self.cast(w), x, inputs.of_layer(index))
 
-            return _each(one, x, inputs), None
+            x, aux = _each(one, x, inputs)
+            return x, jax.tree.map(lambda a: a.sum(0), aux)
 
         def embed(tokens: Int[Array, "B S"], inputs: BlockInputs) -> Float[Array, "B s D"]:
             return self.model.embed(self.cast(weights), tokens, inputs.of_layer(layers))
@@ -159,8 +167,7 @@ class DecoderForward(AccumulatingForward[Model]):
         x = _each(embed, tokens, inputs)
         block_sinks = sinks.get(BLOCKS) if sinks else None
         numbered = (jnp.arange(layers), weights[BLOCKS], block_sinks)
-        x, _ = jax.lax.scan(block, x, numbered, unroll=self.unroll)
-        return x
+        return jax.lax.scan(block, x, numbered, unroll=self.unroll)
 
     def _gather_tops(self, weights: Params, sinks: Params | None) -> Params:
         """Return `weights` with everything except the blocks ready for use."""
@@ -173,7 +180,7 @@ def _without_blocks(tree: dict[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in tree.items() if name != BLOCKS}
 
 
-def _each(f: Callable[..., Array], *parts: Tree) -> Array:
+def _each(f: Callable[..., Any], *parts: Tree) -> Any:
     """Call `f` on each of the k micro-batches, one after the other, and stack the results."""
     if jax.tree.leaves(parts)[0].shape[0] == 1:
         # One micro-batch needs no loop.

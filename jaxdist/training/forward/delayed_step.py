@@ -13,7 +13,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxdist.models import Params
 from jaxdist.parallel.crossing import replicas
+from jaxdist.parallel.crossing.base import cross_at_once
 from jaxdist.parallel.crossing.delayed import Delayed, InFlight
 from jaxdist.parallel.pipeline.pipedream import NOTHING
 from jaxdist.training.forward.offload import to_device
@@ -29,6 +31,19 @@ class DelayedStep(Step):
 
     crossing: Delayed
 
+    def fresh(self, params: Params, variables: Params | None) -> TrainState:
+        """Return the state before the first step."""
+        return self._with_aux(super().fresh(params, variables))
+
+    def resume(self, state: TrainState) -> TrainState:
+        """Return the inverse of `logical`."""
+        return jax.jit(self._with_aux)(super().resume(state))
+
+    def _with_aux(self, state: TrainState) -> TrainState:
+        """Return a state without a gradient in flight, with room for the sums of the layers."""
+        forward = self.forward
+        return state._replace(crossing=self.crossing.with_aux(state.crossing, forward.aux_places, forward.aux_abstract))
+
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one step. A batch without labels counts as none: the gradient in flight is applied, and nothing else.
 
@@ -37,12 +52,13 @@ class DelayedStep(Step):
         state = to_device(state)
         before: InFlight = state.crossing
         state = state._replace(crossing=before.sums)
-        crossed = self.crossing.sums.add_up_kept(self.places, before.parts, before.sums, before.number)
-        loss, sums, count, _, _ = self._means(self.weights_of(state), state.variables, batch, state.step)
-        parts = jax.tree.map(replicas.kept, self.places, sums)
+        crossed = self.crossing.sums.add_up_kept(self.differentiated, before.parts, before.sums, before.number)
+        aux = cross_at_once(self.forward.aux_places, before.aux) if before.aux else {}
+        loss, sums, count, _, _, own_aux = self._means(self.weights_of(state), state.variables, batch, state.step)
+        parts = jax.tree.map(replicas.kept, (self.differentiated, self.forward.aux_places), (sums, own_aux))
         # The update must come last, or the compiler makes it first, and the device waits for what crosses.
         (grads, sums_state), parts = jax.lax.optimization_barrier((crossed, parts))
-        updated, norm = self.updated(state._replace(crossing=sums_state), grads)
+        updated, norm = self.updated(state._replace(crossing=sums_state), grads, aux)
 
         arrived = before.number != NOTHING
         finite = jnp.isfinite(before.loss) & jnp.isfinite(norm)
@@ -50,12 +66,13 @@ class DelayedStep(Step):
         skipped = jnp.where(arrived, settled.skipped, state.skipped)
         in_a_row = jnp.where(arrived, settled.skipped_in_a_row, state.skipped_in_a_row)
         # All batches have the same shape.
-        further = self.forward.told(grads, batch)
+        further = self.forward.reported(aux, batch)
         metrics = Metrics(before.loss, norm, before.count, skipped, in_a_row, further)
         came = count > 0
         after = InFlight(
             number=jnp.where(came, state.step, NOTHING),
-            parts=parts,
+            parts=parts[0],
+            aux=parts[1],
             loss=loss,
             count=count,
             sums=settled.crossing,

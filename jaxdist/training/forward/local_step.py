@@ -28,6 +28,7 @@ from jaxdist.config import RequestError
 from jaxdist.models import Params
 from jaxdist.parallel.crossing import replicas
 from jaxdist.parallel.crossing.outer import Outer, OuterState
+from jaxdist.parallel.partial_trees import joined, part_of, without
 from jaxdist.parallel.zero import Placement
 from jaxdist.sharding import Tree
 from jaxdist.training.forward.offload import to_device, to_host
@@ -116,11 +117,18 @@ class LocalStep(Step):
 
         changes = jax.tree.map(change, self.places, common.params, to_device(own))
         velocity, before = common.crossing
-        delta, sums = self.crossing.sums.add_up(self.places, changes, before, jnp.max(step))
-        params, velocity = self.crossing.moved(self.places, common.params, delta, velocity)
+        learning = part_of(changes, self.differentiated)
+        delta, sums = self.crossing.sums.add_up(self.differentiated, learning, before, jnp.max(step))
+        params, velocity = self.crossing.moved(part_of(common.params, delta), delta, velocity)
+        params = joined(self._steered_by_all(common.params, changes), params)
         own = self._masters_at_rest(self._of_each(params))
         common = Common(self._masters_at_rest(params), OuterState(velocity, sums))
         return common, own, jnp.max(step), _of_all(metrics)
+
+    def _steered_by_all(self, params: Params, changes: Params) -> Params:
+        """Return the parameters that have no gradient: they become the mean of the replicas'."""
+        places = without(self.places, self.differentiated)
+        return jax.tree.map(lambda p, w, d: w - p.cross(d), places, part_of(params, places), part_of(changes, places))
 
     def _of_each(self, tree: Tree) -> Tree:
         return replicas.of_each(tree, self.crossing.replicas)

@@ -82,4 +82,4 @@ class ModuleForward(AccumulatingForward[Foreign]):
             return rows * mean.astype(wide(mean.dtype))
 
         loss, further = jax.tree.map(summed, (means, further))
-        return loss, variables, further
+        return loss, variables, further, {}

@@ -127,8 +127,8 @@ class ModulePipelineForward(StagedForward[Foreign]):
 
             return call(merge_module, self._with_blocks(tops), use)
 
-        def layer(w: Params, x: jax.Array, part: Batch, number: jax.Array) -> jax.Array:
-            return call(merge_block, w, lambda block: block(x))
+        def layer(w: Params, x: jax.Array, part: Batch, number: jax.Array) -> tuple[jax.Array, Tree]:
+            return call(merge_block, w, lambda block: block(x)), {}
 
         def loss(tops: Params, x: jax.Array, part: Batch) -> jax.Array:
             def use(module: nnx.Module) -> Any:

@@ -13,6 +13,8 @@ import optax
 from jax.sharding import reshard
 
 from jaxdist.models import Params
+from jaxdist.models.decoder import Aux
+from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.pipedream import NOTHING
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.sharding import Tree
@@ -23,8 +25,8 @@ from jaxdist.training.forward.step import Batch, Grads, Metrics, Step, TrainStat
 class PipeDreamStep(Step):
     """A `Step` whose batch m is fully applied, and has metrics, when batch m + `late` has come in.
 
-    A stage whose gradient is not finite leaves its own parameters as they are. Nothing is told of the counts of a
-    routed model, which the stages make at different times.
+    A stage whose gradient is not finite leaves its own parameters as they are. Nothing is reported of the routers,
+    whose stages see a batch at different times.
     """
 
     forward: PipelineForward
@@ -48,10 +50,12 @@ class PipeDreamStep(Step):
         layer_rule = optimizer({BLOCKS: decay[BLOCKS]})
         top_rule = optimizer({name: decays for name, decays in decay.items() if name != BLOCKS})
 
-        def update(grads: Grads, state: Tree, params: Params, count: jax.Array) -> tuple[Tree, Tree]:
+        def update(grads: Grads, aux: Aux, state: Tree, params: Params, count: jax.Array) -> tuple[Tree, Tree]:
             rule = layer_rule if BLOCKS in params else top_rule
-            updates, new = rule.update(grads, _with_count(state, count), params)
-            return optax.apply_updates(params, updates), _keep_counts(state, new)
+            learning = part_of(params, grads)
+            updates, new = rule.update(grads, _with_count(state, count), learning)
+            params = joined(params, optax.apply_updates(learning, updates))
+            return forward.steered(params, aux), _keep_counts(state, new)
 
         self.pipe = forward.asynchronous(update, batch)
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.mesh.split import saved_by_layer
 from jaxdist.models import Model, ModelT, Params
+from jaxdist.models.decoder import Aux
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.parallel import placing
 from jaxdist.parallel.pipeline.device import Program
@@ -22,7 +23,8 @@ from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import make_table
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.sharding import Layout, Tree
+from jaxdist.parallel.zero import Placements
+from jaxdist.sharding import LAYERS, STAGES, Layout, Tree
 from jaxdist.training.forward.balance import weighed
 from jaxdist.training.forward.base import ForwardBase, ForwardOptions, made_at_rest
 from jaxdist.training.forward.remat import recompute
@@ -87,13 +89,18 @@ class StagedForward(ForwardBase[ModelT], ABC):
         return self.vocabulary.pad(params) if self.vocabulary else params
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
-        """Return (summed loss, its gradient in f32, variables, further sums).
+        """Return (summed loss, its gradient in f32, variables, further sums, aux).
 
-        The last two are empty: a pipeline has neither batch statistics nor further sums.
+        Variables and further sums are empty: a pipeline has neither.
         """
         batch = self.with_keys(batch, step)
-        loss, grads = self.executor(batch).gradients(weights, batch)
-        return loss, grads, variables, {}
+        loss, grads, aux = self.executor(batch).gradients(weights, batch)
+        return loss, grads, variables, {}, aux
+
+    @property
+    def aux_places(self) -> Placements:
+        """How the sums of the layers are added up over the devices."""
+        return placing.of_sums(self.layout, self.aux_shapes, (LAYERS, STAGES, LAYERS), self.flush)
 
     def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Further]:
         """Return (summed loss, further sums)."""
@@ -124,6 +131,7 @@ class StagedForward(ForwardBase[ModelT], ABC):
             self.stages,
             self.layout,
             self.places,
+            self.aux_places,
             self.stage,
             self.program,
             recompute=self.remat == "stage",
@@ -178,6 +186,7 @@ class PipelineForward(StagedForward[Model]):
             self.stages,
             self.layout,
             self.places,
+            self.aux_places,
             self.stage,
             self.program,
             self.dtype,
@@ -198,7 +207,9 @@ class PipelineForward(StagedForward[Model]):
         def embed(tops: Params, part: Batch) -> Float[Array, "B s D"]:
             return self.model.embed(self._with_blocks(tops), part["tokens"], inputs(part, layers))
 
-        def layer(w: Params, x: Float[Array, "B s D"], part: Batch, number: Int[Array, ""]) -> Float[Array, "B s D"]:
+        def layer(
+            w: Params, x: Float[Array, "B s D"], part: Batch, number: Int[Array, ""]
+        ) -> tuple[Float[Array, "B s D"], Aux]:
             return self.model.block(w, x, inputs(part, number))
 
         def loss(tops: Params, x: Float[Array, "B s D"], part: Batch) -> Float[Array, ""]:

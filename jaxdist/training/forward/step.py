@@ -20,11 +20,12 @@ from jax.sharding import reshard
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.models import Params
+from jaxdist.models.decoder import Aux
 from jaxdist.parallel.crossing.base import Crossing
 from jaxdist.parallel.partial_trees import joined, part_of, without
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.parallel.zero import Placement, Placements, derivatives, trained
+from jaxdist.parallel.zero import Placement, Placements, differentiated, trained
 from jaxdist.sharding import Tree, scale_partial
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.optimizer import clip
@@ -38,8 +39,10 @@ Further = dict[str, Float[Array, ""]]
 Grads = Params
 """Gradients, nested as the parameters are."""
 
-Summed = tuple[Float[Array, ""], Grads, Params, Further]
-"""(loss, gradients, variables, further): all but the variables are sums over what `Forward.count` counts."""
+Summed = tuple[Float[Array, ""], Grads, Params, Further, Aux]
+"""(loss, gradients, variables, further, aux): all but the variables are sums over what `Forward.count` counts.
+
+Aux are sums over all tokens, stacked as the layers are."""
 
 
 class TrainState(NamedTuple):
@@ -109,7 +112,7 @@ class Forward(Protocol):
         """Return the parameters in the compute dtype, gathered if that is done once per step."""
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
-        """Sum over all micro-batches and devices; gradients, in f32, are for `zero.Placement.cross` to add up."""
+        """Sum over all micro-batches and devices; `zero.Placement.cross` adds up gradients and aux, both in f32."""
 
     def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Further]:
         """Return (summed loss, further sums)."""
@@ -120,8 +123,19 @@ class Forward(Protocol):
     def positions(self, batch: Batch) -> int | None:
         """Return the number that gradients are divided by; None where it is that of the other sums."""
 
-    def told(self, grads: Grads, batch: Batch) -> Further:
-        """Return what the counts among the gradients tell of the step with `batch`."""
+    @property
+    def aux_abstract(self) -> Params:
+        """Return the shapes of aux, stacked as the layers are."""
+
+    @property
+    def aux_places(self) -> Placements:
+        """Return how aux are added up over the devices."""
+
+    def reported(self, aux: Aux, batch: Batch) -> Further:
+        """Return what is reported of aux of the step with `batch`."""
+
+    def steered(self, params: Params, aux: Aux) -> Params:
+        """Return the parameters, some of which have no gradient and move by aux, after a step."""
 
 
 class Step:
@@ -151,6 +165,8 @@ class Step:
         self.offload = offload
         self.places = trained(forward.places, forward.places)
         """The placements of the parameters that are trained."""
+        self.differentiated = differentiated(forward.places, forward.places)
+        """The placements of those among them that have a gradient."""
         self.crossing = crossing or Crossing()
         self.late = self.crossing.late
         """Steps by which the metrics of a step come later than the step itself."""
@@ -175,14 +191,15 @@ class Step:
     def fresh(self, params: Params, variables: Params | None) -> TrainState:
         """Return the state of the trained parameters before the first step, on the devices, without what is derived."""
         zero = jnp.zeros((), jnp.int32)
+        learning = part_of(params, self.differentiated)
         return TrainState(
             step=zero,
             params=params,
-            optimizer=self.optimizer.init(params),
+            optimizer=self.optimizer.init(learning),
             skipped=zero,
             skipped_in_a_row=zero,
             variables=variables or {},
-            crossing=self.crossing.start(self.places, params),
+            crossing=self.crossing.start(self.differentiated, learning),
         )
 
     def at_rest(self, state: TrainState) -> TrainState:
@@ -267,7 +284,7 @@ class Step:
         )
 
         def resumed(saved: dict[str, Tree], params: Params) -> Tree:
-            return self.crossing.resumed(self.places, to_device(saved), params)
+            return self.crossing.resumed(self.differentiated, to_device(saved), part_of(params, self.differentiated))
 
         state = state._replace(crossing=jax.jit(resumed)(self.folded(state.crossing), state.params))
         return self.at_rest(state._replace(**jax.jit(self.derived)(state)))
@@ -279,10 +296,12 @@ class Step:
 
     def step_on_device(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Do what `train` does with a state that is on the devices, and stays there."""
-        loss, sums, count, variables, further = self._means(self.weights_of(state), state.variables, batch, state.step)
-        grads, crossing = self.crossing.add_up(self.places, sums, state.crossing, state.step)
-        further = further | self.forward.told(grads, batch)
-        updated, norm = self.updated(state._replace(crossing=crossing), grads)
+        made = self._means(self.weights_of(state), state.variables, batch, state.step)
+        loss, sums, count, variables, further, aux = made
+        grads, crossing = self.crossing.add_up(self.differentiated, sums, state.crossing, state.step)
+        aux = jax.tree.map(lambda p, a: p.cross(a), self.forward.aux_places, aux)
+        further = further | self.forward.reported(aux, batch)
+        updated, norm = self.updated(state._replace(crossing=crossing), grads, aux)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         state = self.settled(state, updated._replace(variables=variables), finite)
         metrics = Metrics(loss, norm, count, state.skipped, state.skipped_in_a_row, further)
@@ -295,17 +314,13 @@ class Step:
         assert state.weights is not None
         return joined(state.weights, self.forward.weights(state.frozen)) if state.frozen else state.weights
 
-    def updated(self, state: TrainState, grads: Grads) -> tuple[TrainState, Float[Array, ""]]:
-        """Return (the state after the update by a gradient, the norm of the gradient before clipping).
-
-        Counts are no part of either.
-        """
-        norm = optax.tree.norm(derivatives(self.places, grads))
-        clipped = clip(grads, norm, self.max_norm)
-        grads = jax.tree.map(lambda place, g, c: g if place.counted else c, self.places, grads, clipped)
-        updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
-        params = cast(Params, optax.apply_updates(state.params, updates))
-        return state._replace(params=params, optimizer=optimizer), norm
+    def updated(self, state: TrainState, grads: Grads, aux: Aux) -> tuple[TrainState, Float[Array, ""]]:
+        """Return (the state after the update by a gradient and aux, the norm of the gradient before clipping)."""
+        norm = optax.tree.norm(grads)
+        learning = part_of(state.params, grads)
+        updates, optimizer = self.optimizer.update(clip(grads, norm, self.max_norm), state.optimizer, learning)
+        params = joined(state.params, cast(Params, optax.apply_updates(learning, updates)))
+        return state._replace(params=self.forward.steered(params, aux), optimizer=optimizer), norm
 
     def settled(self, state: TrainState, updated: TrainState, finite: Bool[Array, ""]) -> TrainState:
         """Return `updated` where that step was `finite`; otherwise `state`, with one more skipped step."""
@@ -331,15 +346,15 @@ class Step:
         All are over all micro-batches and devices. The gradient lies as the parameters do between steps; nothing of it
         is compressed.
         """
-        loss, sums, count, variables, further = self._means(weights, variables, batch, step)
-        grads, _ = Crossing().add_up(self.places, sums, None, jnp.asarray(step))
+        loss, sums, count, variables, further, _ = self._means(weights, variables, batch, step)
+        grads, _ = Crossing().add_up(self.differentiated, sums, None, jnp.asarray(step))
         return loss, grads, count, variables, further
 
     def _means(
         self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int
-    ) -> tuple[Float[Array, ""], Grads, Int[Array, ""], Params, Further]:
-        """Return what `gradients` does, before the replicas' parts of the gradient are added up."""
-        loss, grads, variables, further = self.forward.gradients(weights, variables, batch, jnp.asarray(step))
+    ) -> tuple[Float[Array, ""], Grads, Int[Array, ""], Params, Further, Aux]:
+        """Return what `gradients` does, and aux, before the replicas' parts of the gradient and aux are added up."""
+        loss, grads, variables, further, aux = self.forward.gradients(weights, variables, batch, jnp.asarray(step))
         count = self.forward.count(batch)
         # The labels of a batch may all be masked: divide by 1 then.
         factor = 1 / jnp.maximum(count, 1).astype(loss.dtype)
@@ -351,12 +366,10 @@ class Step:
         share = factor if positions is None else jnp.asarray(1 / positions, factor.dtype)
 
         def own_part(place: Placement, total: Array) -> Array:
-            if place.counted:
-                return total
             return scale_partial(total, share) if place.deferred else total * share
 
-        grads = jax.tree.map(own_part, self.places, grads)
-        return mean(loss), grads, count, variables, jax.tree.map(mean, further)
+        grads = jax.tree.map(own_part, self.differentiated, grads)
+        return mean(loss), grads, count, variables, jax.tree.map(mean, further), aux
 
     def evaluate(
         self, params: Params, variables: Params, batch: Batch
