@@ -83,8 +83,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
     from jaxdist.mesh import AXES, REPLICA, device_numbers, devices_asked, fill, parse_mesh
     from jaxdist.mesh.split import Split
     from jaxdist.planning import clusters
-    from jaxdist.planning.outer_report import OuterReport, of_local_step
-    from jaxdist.planning.report import Report
+    from jaxdist.planning.report import OuterReport, Report, of_local_step
     from jaxdist.planning.target import gpu_of
     from jaxdist.request import check_mesh_fits
     from jaxdist.training.rounds import lower_local_step, lower_outer_step
@@ -105,7 +104,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
         config = config.model_copy(update={"precision": "bfloat16" if gpu else "float32"})
     check_mesh_fits(Split(config, shape))
     numbers = device_numbers(shape, sites)
-    if not config.train.local_steps:
+    if not Split(config, shape).crossing.apart:
         return _compiled(Report, config, numbers, count, partial(lower_step, config, sites=sites), target, where)
     lower = partial(lower_outer_step, config, sites=sites)
     outer = _compiled(OuterReport, config, numbers, count, lower, target, where)

@@ -115,6 +115,14 @@ class Crossing:
     """What takes the residual of a run that had replicas."""
     when = "in a step"
     """How often something crosses."""
+    every = 1
+    """Steps from one crossing to the next."""
+    apart = False
+    """Whether a step is that of a replica by itself, and what crosses is another program."""
+    crosses = "only the sum of gradients crosses, once per step"
+    """What crosses where no other axis than `replica` spans sites."""
+    formula = ""
+    """What it adds to how a plan computes the seconds of `data`."""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -231,6 +239,18 @@ class Rounds(Crossing):
 
     what = "changes of weights"
     first = "outer step"
+    apart = True
+    formula = "; and the outer step over local steps"
+
+    @property
+    def every(self) -> int:  # type: ignore[override]  # of the others it is a constant
+        """The steps of a round."""
+        return self.steps
+
+    @property
+    def crosses(self) -> str:  # type: ignore[override]
+        """The outer step."""
+        return f"only the outer step crosses, {self.when}"
 
     @property
     def when(self) -> str:  # type: ignore[override]  # of the others it is a constant

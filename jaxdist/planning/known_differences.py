@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jaxdist.mesh.split import Split
+from jaxdist.planning.compared import Row
 from jaxdist.planning.compiler_habits import Habit
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, Transfer
 from jaxdist.planning.stream_traffic import STREAM_OF_LAYERS
 from jaxdist.planning.weight_traffic import GRADIENTS
 from jaxdist.sharding import Layout
-
-if TYPE_CHECKING:
-    from jaxdist.planning.report import Row
 
 GRADIENTS_OF_LAYERS = f"{GRADIENTS}layers"
 """`Transfer.what` of the reductions of the layers' gradients."""

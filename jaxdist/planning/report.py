@@ -1,16 +1,20 @@
-"""Compare a compiled step with its prediction: bytes per device, collectives by axis, and where the two differ."""
+"""Compare a compiled step with its prediction: bytes per device, collectives by axis, and where the two differ.
+
+A run with local steps has two programs: a `Report` shows the step of one replica, and its `outer` that of all devices,
+once in H steps. What a device holds for the outer step lies beside a local step, which does not know of it.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from jax.sharding import AbstractMesh
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, CONTEXT, EXPERT, describe
+from jaxdist.mesh import AXES, CONTEXT, EXPERT, REPLICA, describe
+from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import (
@@ -23,120 +27,21 @@ from jaxdist.planning import (
     transfer_time,
 )
 from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.compared import Key, Row
 from jaxdist.planning.cross_compile import Program
 from jaxdist.planning.hardware import Gpu
 from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.planning.kernels import Kernels, kernels
 from jaxdist.planning.overlap import Sent, by_axes
 from jaxdist.planning.pipelines import Pipeline
-from jaxdist.planning.predicted_collectives import ALL_REDUCE, ALL_TO_ALL, PERMUTE, Transfer
+from jaxdist.planning.predicted_collectives import ALL_TO_ALL, F32, PERMUTE, Transfer
 from jaxdist.planning.remedies import fitting
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.target import room, too_large
 from jaxdist.sharding import Layout
 
-if TYPE_CHECKING:
-    from jaxdist.planning.outer_report import OuterReport
-
-PACKED = 32
-"""Elements that may be packed scalars: more than a step sums over one set of axes."""
-
-WIDEST_SCALAR = 4
-"""Bytes of the widest scalar that a step sums."""
-
-Key = tuple[tuple[str, ...], str]
-"""(mesh axes, kind) of a collective."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One kind of collective over one set of axes in one step: predicted and compiled."""
-
-    axes: tuple[str, ...]
-    kind: str
-    what: tuple[str, ...]
-    """The predicted purposes."""
-    predicted_elements: int
-    elements: int
-    """Elements in the program, without scalars."""
-    predicted_bytes: int
-    payload_bytes: int
-    """Bytes in the program, without scalars."""
-    wire_bytes: float
-    """Bytes that one device sends, by the ring algorithms; scalars included."""
-    calls: int
-    widened: bool
-    """Whether the compiler may send f32 for bfloat16, as XLA:CPU does."""
-    has_prediction: bool = True
-    """Whether there is a prediction at all."""
-
-    @property
-    def as_predicted(self) -> bool:
-        """Whether the program agrees with the prediction, to the element and byte, packed scalars aside."""
-        return self.has_prediction and not self._more_elements and not self._more_bytes
-
-    @property
-    def remark(self) -> str:
-        """Why the two differ; empty where they do not."""
-        if not self.has_prediction:
-            return "not predicted"
-        if self.difference:
-            return f"NOT PREDICTED: {self.difference}"
-        if self.elements > self.predicted_elements:
-            return f"{self.elements - self.predicted_elements} packed scalars"
-        if self.payload_bytes > self.predicted_bytes:
-            return "sent in f32, as XLA:CPU sends bfloat16"
-        return ""
-
-    @property
-    def difference(self) -> str:
-        """By how much the program differs from the prediction; empty where it does not."""
-        if self._more_elements:
-            return f"{self._more_elements:+,} elements"
-        if self._more_bytes:
-            return f"{self._more_bytes:+,} bytes, in as many elements"
-        return ""
-
-    @property
-    def both(self) -> str:
-        """The predicted and the compiled numbers, in words."""
-        return (
-            f"{self.kind} over {'+'.join(self.axes)}: predicted {self.predicted_elements:,} elements in "
-            f"{self.predicted_bytes:,} bytes, compiled {self.elements:,} in {self.payload_bytes:,}"
-        )
-
-    def without(self, elements: int, width: int) -> Row:
-        """Return this row with `elements` of `width` bytes taken off the prediction.
-
-        The numbers of the compiled program stay.
-        """
-        return replace(
-            self,
-            predicted_elements=self.predicted_elements - elements,
-            predicted_bytes=self.predicted_bytes - width * elements,
-        )
-
-    @property
-    def _more_elements(self) -> int:
-        """The elements that the program moves beyond the prediction."""
-        more = self.elements - self.predicted_elements
-        # XLA:GPU packs scalars into small vectors, which only their size shows to be scalars.
-        if self.kind == ALL_REDUCE and 0 < more <= PACKED:
-            return 0
-        return more
-
-    @property
-    def _more_bytes(self) -> int:
-        """The bytes that the program moves beyond the prediction."""
-        more = self.payload_bytes - self.predicted_bytes
-        packed = WIDEST_SCALAR * (self.elements - self.predicted_elements)
-        allowed = packed
-        if self.widened:
-            # In f32, bfloat16 takes twice the bytes.
-            allowed += self.predicted_bytes
-        if 0 <= more <= allowed:
-            return 0
-        return more
+SCALARS = 7
+"""Numbers that a replica hands to the outer step: loss, norm, three counts, the step, and what it has learned from."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +64,22 @@ class Report:
     @property
     def whole(self) -> Report:
         """The report whose mesh has all devices of the run."""
-        return self.outer or self
+        return self.programs[-1]
+
+    @property
+    def programs(self) -> list[Report]:
+        """The report of each program of the run."""
+        return [self, *self.outer_steps]
+
+    @property
+    def outer_steps(self) -> list[OuterReport]:
+        """The outer step, if there is one."""
+        return [self.outer] if self.outer else []
 
     @property
     def beside(self) -> dict[str, int]:
         """The bytes that lie on the device beside the program, for the outer step, by name."""
-        return self.outer.held if self.outer else {}
+        return {name: count for one in self.outer_steps for name, count in one.held.items()}
 
     @property
     def peak_bytes(self) -> int:
@@ -265,7 +180,7 @@ class Report:
     @property
     def agrees(self) -> bool:
         """Whether the programs are as predicted, but for known differences."""
-        return not self.unknown and (self.outer is None or self.outer.agrees)
+        return not any(one.unknown for one in self.programs)
 
     @cached_property
     def known(self) -> dict[Key, str]:
@@ -348,19 +263,17 @@ class Report:
         """A sentence for each axis other than `replica` that spans sites, with what it costs."""
         if self.where is None:
             return []
-        shape = self.whole.mesh.shape
-        if self.outer is None:
-            return transfer_time.warnings(shape, self.transfers, self.where)
-        return transfer_time.warnings(shape, self.transfers, self.where, self.outer.transfers, self.outer.local_steps)
+        whole = self.whole
+        rule = whole.sharded.split.crossing
+        outer = [transfer for one in self.outer_steps for transfer in one.transfers]
+        return transfer_time.warnings(whole.mesh.shape, self.transfers, self.where, rule, outer)
 
     @property
     def too_large(self) -> str:
         """A sentence where the target has too little memory, with what to change; empty where the step fits."""
         if self.target is None:
             return ""
-        needed = self.peak_bytes
-        if self.outer:
-            needed = max(needed, self.outer.peak_bytes)
+        needed = max(one.peak_bytes for one in self.programs)
         if needed <= room(self.target):
             return ""
         # Assume that prediction and program differ by the same factor after a change.
@@ -400,13 +313,97 @@ class Report:
             "beside": {axes: asdict(one) for axes, one in self.sent.items()},
             "ratio_to_data_parallel": self.ratio_to_data_parallel,
             "differences": [differing_json(row, self.known.get((row.axes, row.kind))) for row in self.differences],
-            "outer": self.outer.json() if self.outer else None,
+            "outer": next((one.json() for one in self.outer_steps), None),
             "lower_seconds": program.lower_seconds,
             "compile_seconds": program.compile_seconds,
             "too_large": self.too_large,
             "warnings": self.warnings,
             "notes": notes,
         }
+
+
+class OuterReport(Report):
+    """A compiled outer step and its prediction; `memory` is all that a device of the run holds."""
+
+    @cached_property
+    def transfers(self) -> list[Transfer]:
+        """The predicted collectives."""
+        return communication.outer(self.sharded)
+
+    @property
+    def local_steps(self) -> int:
+        """The number H of local steps between two outer steps."""
+        return self.config.train.local_steps
+
+    @cached_property
+    def step_memory(self) -> memory.Memory:
+        """The predicted memory of a local step alone."""
+        own = of_local_step(self.config, self.layout)
+        return memory.predict(ShardedModel.of(own, self.model, self.layout.without(REPLICA)))
+
+    @cached_property
+    def held(self) -> dict[str, int]:
+        """The bytes that lie on the device from one outer step to the next, beside the arguments of a local step."""
+        of_step = self.step_memory.persistent
+        beside = {name: count - of_step[name] for name, count in self.memory.persistent.items()}
+        return {name: count for name, count in beside.items() if count}
+
+    @property
+    def held_on_host(self) -> int:
+        """The bytes that lie beside them in host memory."""
+        return self.memory.host - self.step_memory.host
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """The predicted bytes of the program's arguments, by name: exact."""
+        own = {"parameters of the replica": self.step_memory.parameters}
+        further = int(self.config.model.images)
+        return {**own, **self.held, "scalars": F32 * (SCALARS + further)}
+
+    @property
+    def host_arguments(self) -> int:
+        """The predicted bytes of the program's arguments in host memory: exact."""
+        # Where the common parameters rest there, those of the replica do too.
+        return 2 * self.held_on_host
+
+    @property
+    def peak_bytes(self) -> int:
+        """The bytes that a device needs in an outer step: those of the program, and what a local step has beside it."""
+        return self.program.peak_bytes + self.step_memory.arguments - self.step_memory.parameters
+
+    @property
+    def wire_bytes_per_axis_and_step(self) -> dict[str, float]:
+        """`wire_bytes_per_axis`, divided among the local steps of a round."""
+        return {axes: sent / self.local_steps for axes, sent in self.wire_bytes_per_axis.items()}
+
+    def json(self) -> dict[str, object]:
+        """Return the schema of `outer` in `docs/reference/json.md`."""
+        program = self.program
+        return {
+            "local_steps": self.local_steps,
+            "memory": {
+                "arguments": program.argument_bytes,
+                "temporaries": program.temporary_bytes,
+                "peak": program.peak_bytes,
+                "host_arguments": program.host_argument_bytes,
+                "predicted": {"arguments": sum(self.arguments.values()), "host_arguments": self.host_arguments},
+            },
+            "held": self.held,
+            "held_on_host": self.held_on_host,
+            "collectives": [compiled_json(one) for one in self.collectives],
+            "predicted_collectives": [predicted_json(transfer) for transfer in self.transfers],
+            "wire_bytes_per_axis": self.wire_bytes_per_axis,
+            "wire_bytes_per_axis_and_step": self.wire_bytes_per_axis_and_step,
+            "differences": [differing_json(row, self.known.get((row.axes, row.kind))) for row in self.differences],
+            "lower_seconds": program.lower_seconds,
+            "compile_seconds": program.compile_seconds,
+        }
+
+
+def of_local_step(config: Config, layout: Layout) -> Config:
+    """Return the request of a local step: that of one replica, as if there were no others."""
+    one = Split(config, {axis: layout.size(axis) for axis in AXES}).of_one_replica.config
+    return one.model_copy(update={"train": one.train.model_copy(update={"local_steps": 0})})
 
 
 def compiled_json(one: Collective) -> dict[str, object]:

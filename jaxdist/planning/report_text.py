@@ -6,9 +6,9 @@ from jaxdist.mesh import CONTEXT, REPLICA, describe
 from jaxdist.output.units import counted, size
 from jaxdist.planning import context_report, overlap, pipelines
 from jaxdist.planning.collective_time import group_over
+from jaxdist.planning.compared import Row
 from jaxdist.planning.expert_report import arithmetic, exchanged, experts, model_size
-from jaxdist.planning.outer_report import OuterReport
-from jaxdist.planning.report import Report, Row
+from jaxdist.planning.report import OuterReport, Report
 from jaxdist.planning.tables import table
 from jaxdist.planning.timing import in_window
 from jaxdist.sharding import SEQUENCE
@@ -26,8 +26,8 @@ def lines(report: Report) -> list[str]:
         _collectives(report),
         [*_totals(report), *_verdict(report)],
     ]
-    if report.outer:
-        sections += [_outer_memory(report.outer), _collectives(report.outer, "outer step"), _outer_totals(report.outer)]
+    for outer in report.outer_steps:
+        sections += [_outer_memory(outer), _collectives(outer, "outer step"), _outer_totals(outer)]
     found: list[str] = []
     for section in sections:
         if found and section:
@@ -49,9 +49,9 @@ def _head(report: Report) -> list[str]:
         f"mesh        {describe(mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}; "
         f"{counted(split.micro_batches, 'micro-batch')}; remat {config.model.remat}",
     ]
-    if report.outer:
+    for outer in report.outer_steps:
         found.append(
-            f"local steps {report.outer.local_steps} by each of {counted(mesh.size // report.mesh.size, REPLICA)}, "
+            f"local steps {outer.local_steps} by each of {counted(mesh.size // report.mesh.size, REPLICA)}, "
             f"on {counted(report.mesh.size, 'device')}, then an outer step averages; the loss is not that of one device"
         )
     attends = context_report.sentence(split)
@@ -173,7 +173,7 @@ def _kernels(report: Report) -> list[str]:
 def _collectives(report: Report, step: str = "step") -> list[str]:
     """Return the table of collectives, predicted beside compiled."""
     if not report.rows:
-        return [f"no collectives: there is one device{' in each replica' if report.outer else ''}"]
+        return [f"no collectives: there is one device{' in each replica' if len(report.programs) > 1 else ''}"]
     rows = [("axes", "collective", "calls", "predicted", "compiled", "sent", "for")]
     for row in report.rows:
         rows.append(
@@ -235,23 +235,23 @@ def _time(report: Report, axes: str, sent: float) -> str:
     return f", {1e3 * sent / rate:,.1f} ms at {rate / 1e9:g} GB/s"
 
 
-def _outer_memory(outer: OuterReport) -> list[str]:
+def _outer_memory(report: OuterReport) -> list[str]:
     """Return what the program of the outer step holds, predicted beside compiled."""
-    program = outer.program
-    arguments = sum(outer.arguments.values())
+    program = report.program
+    arguments = sum(report.arguments.values())
     rows = [("memory per device", "predicted", "compiled", "")]
-    if not outer.gpu:
-        arguments += outer.host_arguments
+    if not report.gpu:
+        arguments += report.host_arguments
     rows.append(_compared("arguments", arguments, program.argument_bytes))
-    rows += [(f"  {part}", size(count), "", "") for part, count in outer.arguments.items() if count]
-    if outer.host_arguments and outer.gpu:
-        rows.append(_compared("host memory", outer.host_arguments, program.host_argument_bytes))
-    elif outer.host_arguments:
-        rows.append(("  host memory", size(outer.host_arguments), "", ""))
+    rows += [(f"  {part}", size(count), "", "") for part, count in report.arguments.items() if count]
+    if report.host_arguments and report.gpu:
+        rows.append(_compared("host memory", report.host_arguments, program.host_argument_bytes))
+    elif report.host_arguments:
+        rows.append(("  host memory", size(report.host_arguments), "", ""))
     rows.append(("temporaries", "", size(program.temporary_bytes), ""))
-    rows.append(("together, with the optimizer", "", size(outer.peak_bytes), ""))
+    rows.append(("together, with the optimizer", "", size(report.peak_bytes), ""))
     return [
-        f"outer step, once in {outer.local_steps} steps: traced in {program.lower_seconds:.1f} s, compiled in "
+        f"outer step, once in {report.local_steps} steps: traced in {program.lower_seconds:.1f} s, compiled in "
         f"{program.compile_seconds:.1f} s",
         *table(rows, right=True),
     ]

@@ -14,6 +14,7 @@ from math import prod
 import numpy as np
 
 from jaxdist.mesh import REPLICA, axes_across, device_numbers
+from jaxdist.mesh.crossing import Crossing
 from jaxdist.planning import collective_time
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers, ranks_together
@@ -80,12 +81,12 @@ def warnings(
     shape: Mapping[str, int],
     transfers: Iterable[Transfer],
     cluster: Cluster,
+    rule: Crossing,
     outer: Iterable[Transfer] = (),
-    local_steps: int = 0,
 ) -> list[str]:
     """Return a sentence for each axis other than `replica` that spans sites of `cluster`, with what it costs.
 
-    `transfers` are those of a step, `outer` those of the outer step that ends each round of so many local steps.
+    `transfers` are those of a step, `outer` those of the outer step that ends each round of local steps.
     """
     transfers = list(transfers)
     outer = list(outer)
@@ -94,7 +95,7 @@ def warnings(
         "within one site": replace(cluster, hosts_per_site=0, between=None),
     }
     sites = cluster.sites(_devices(shape))
-    return [warning(axis, shape, sites, transfers, costs, outer, local_steps) for axis in misplaced(shape, cluster)]
+    return [warning(axis, shape, sites, transfers, costs, rule, outer) for axis in misplaced(shape, cluster)]
 
 
 def warning(
@@ -103,8 +104,8 @@ def warning(
     sites: int,
     transfers: Iterable[Transfer],
     costs: Mapping[str, Cluster],
+    rule: Crossing,
     outer: Iterable[Transfer] = (),
-    local_steps: int = 0,
 ) -> str:
     """Return a sentence about an axis other than `replica` that spans sites, with what its collectives cost.
 
@@ -116,16 +117,12 @@ def warning(
     predicted = []
     for where, cluster in costs.items():
         took = sum(seconds(transfer, shape, cluster) for transfer in over)
-        if over_outer:
-            took += sum(seconds(transfer, shape, cluster) for transfer in over_outer) / local_steps
+        took += sum(seconds(transfer, shape, cluster) for transfer in over_outer) / rule.every
         predicted.append(f"{took:.3g} s of a step {where}")
     text = f": its collectives take {', '.join(predicted)}" if over or over_outer else ""
-    crosses = "only the sum of gradients crosses, once per step"
-    if local_steps:
-        crosses = f"only the outer step crosses, once in {local_steps} steps"
     return (
         f"{axis}={shape[axis]} spans {sites} sites{text}; where {REPLICA} is a multiple of {sites} and the other axes "
-        f"fit into a site, {crosses}"
+        f"fit into a site, {rule.crosses}"
     )
 
 

@@ -208,14 +208,12 @@ def _sites(run: Run) -> list[Row]:
     if not communication.unpredicted(run.split):
         transfers = communication.predict(run.sharded)
     outer = communication.outer(run.sharded)
-    local_steps = run.config.train.local_steps
+    rule = run.split.crossing
     costs = {
         f"over the link of {name}": replace(cluster(name), per_host=largest, hosts_per_site=1) for name in TWO_SITES
     }
     spanning = [axis for axis in axes_across(numbers) if axis != REPLICA]
-    rows = [
-        ("warning", warning(axis, run.mesh.shape, sites, transfers, costs, outer, local_steps)) for axis in spanning
-    ]
+    rows = [("warning", warning(axis, run.mesh.shape, sites, transfers, costs, rule, outer)) for axis in spanning]
     crossing = [transfer for transfer in (*transfers, *outer) if transfer.axes == (REPLICA,)]
     if crossing:
         sent = size(sum(transfer.wire_bytes for transfer in crossing))
@@ -223,8 +221,7 @@ def _sites(run: Run) -> list[Row]:
             f"{sum(seconds(one, run.mesh.shape, where) for one in merge_calls(crossing)):.3g} s {link}"
             for link, where in costs.items()
         ]
-        when = run.split.crossing.when
-        rows.append(("sites", f"{sites}; a device sends {sent} over {REPLICA} {when}: {', '.join(took)}"))
+        rows.append(("sites", f"{sites}; a device sends {sent} over {REPLICA} {rule.when}: {', '.join(took)}"))
     return rows
 
 

@@ -8,7 +8,8 @@ from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, 
 from jaxdist.explain import explain
 from jaxdist.mesh import parse_mesh
 from jaxdist.planning import target
-from jaxdist.planning.report import PACKED, Report
+from jaxdist.planning.compared import PACKED
+from jaxdist.planning.report import Report
 from tests.communication.arithmetic import product_flops
 from tests.tiers import exhaustive
 

@@ -8,7 +8,8 @@ import pytest
 from jaxdist.config import Config
 from jaxdist.explain import explain
 from jaxdist.planning import target
-from jaxdist.planning.report import PACKED, Report
+from jaxdist.planning.compared import PACKED
+from jaxdist.planning.report import Report
 from jaxdist.request import load
 from tests.planning.pipelines import config
 from tests.tiers import exhaustive

@@ -59,20 +59,20 @@ def drawn(replicas: int, seed: int, scale: float = 1.0) -> dict:
 
 
 @pytest.mark.parametrize(("replicas", "rule"), thinned(itertools.product((2, 4), RULES), 8, first=2))
-def test_what_arrives_and_what_is_owed_are_the_exact_sum(replicas, rule):
+def test_what_arrives_and_the_residual_are_the_exact_sum(replicas, rule):
     own, before = drawn(replicas, 1), drawn(replicas, 2, 0.1)
-    arrived, owed = summed(replicas, rule, own, before)
+    arrived, residual = summed(replicas, rule, own, before)
     for name in SHAPES:
         exact = (own[name].astype(np.float64) + before[name]).sum(0)
         norm = np.linalg.norm(exact)
         total = arrived[name][0]
         assert all(np.array_equal(total, other) for other in arrived[name][1:]), f"{name} differs between replicas"
-        assert np.linalg.norm(total + owed[name].astype(np.float64).sum(0) - exact) <= 1e-6 * norm, name
+        assert np.linalg.norm(total + residual[name].astype(np.float64).sum(0) - exact) <= 1e-6 * norm, name
         lost = np.linalg.norm(total - exact) / norm
         exactly = name == "small" or (name == "bias" and rule == "powersgd")
         if exactly:
             assert lost <= 1e-6, name
-            assert not owed[name].any()
+            assert not residual[name].any()
         else:
             # Of normal numbers INT8 in blocks of 256 loses 0.7 %, of these up to twice that, in either shot.
             most = {"bfloat16": 3e-3, "int8": 3e-2, "topk-int8": 1.2e-2, "powersgd": 0.99}[rule]
@@ -94,12 +94,12 @@ def test_what_is_not_finite_arrives_as_such(bad, rule):
 @pytest.mark.slow
 def test_a_subspace_that_misses_an_error_is_another_in_the_next_step():
     """After some steps of one gradient all of it has arrived, on average, as far as it goes."""
-    own, owed = drawn(2, 1), drawn(2, 1, 0.0)
+    own, residual = drawn(2, 1), drawn(2, 1, 0.0)
     first = lost = 0.0
     arrived = np.zeros(SHAPES["table"][0])
     exact = own["table"].astype(np.float64).sum(0)
     for step in range(40):
-        total, owed = summed(2, "powersgd", own, owed, step)
+        total, residual = summed(2, "powersgd", own, residual, step)
         arrived += total["table"][0]
         lost = np.linalg.norm(arrived / (step + 1) - exact) / np.linalg.norm(exact)
         first = first or lost

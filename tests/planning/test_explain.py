@@ -11,8 +11,9 @@ from jaxdist.mesh import parse_mesh
 from jaxdist.planning import communication, cross_compile, report_text
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.collective_time import group_over
+from jaxdist.planning.compared import Row
 from jaxdist.planning.cross_compile import Program
-from jaxdist.planning.report import Report, Row
+from jaxdist.planning.report import Report
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.request import outcome
 from jaxdist.sharding import ONE_DEVICE

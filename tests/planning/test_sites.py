@@ -9,6 +9,7 @@ import pytest
 from jaxdist import plan as command
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE, REPLICA, axes_across, device_numbers, parse_mesh
+from jaxdist.mesh.crossing import Crossing, Rounds, Sums
 from jaxdist.models import Model, build
 from jaxdist.planning.clusters import Link, check_sites, cluster
 from jaxdist.planning.collective_time import (
@@ -30,6 +31,8 @@ from jaxdist.request import load
 
 WIDE = replace(cluster("two-sites-1g"), per_host=4, hosts_per_site=2, between=Link(1e8, 0.02))
 """Sites of two hosts of 4, which send 100 MB/s to the other sites, 20 ms away."""
+
+ON_TIME = Crossing(Sums())
 
 BATCH = {"train.global_batch_size": "64"}
 
@@ -156,7 +159,7 @@ def test_another_axis_that_spans_sites_is_found(mesh, axes):
 def test_the_warning_has_the_predicted_cost():
     """4 Psi bytes of gradients as one all-reduce: priced as above, against the links inside."""
     transfer = Transfer("gradients", ALL_REDUCE, (DATA,), 16, 1, 10**9, 4)
-    (sentence,) = warnings(shape("16x1x1"), [transfer], WIDE)
+    (sentence,) = warnings(shape("16x1x1"), [transfer], WIDE, ON_TIME)
     alone = replace(WIDE, hosts_per_site=0, between=None)
     slow, fast = (seconds_of(transfer, shape("16x1x1"), where) for where in (WIDE, alone))
     assert slow == pytest.approx(2 * 3 / 4 * 4e9 / 1e8, rel=0.02)
@@ -165,7 +168,7 @@ def test_the_warning_has_the_predicted_cost():
         f"data=16 spans 2 sites: its collectives take {slow:.3g} s of a step over the link of two-sites-1g, "
         f"{fast:.3g} s of a step within one site; "
     )
-    assert warnings(shape("replica=2,data=8"), [transfer], WIDE) == []
+    assert warnings(shape("replica=2,data=8"), [transfer], WIDE, ON_TIME) == []
 
 
 def test_the_cost_of_an_outer_step_is_divided_among_the_local_steps():
@@ -173,10 +176,10 @@ def test_the_cost_of_an_outer_step_is_divided_among_the_local_steps():
     transfer = Transfer("gradients", ALL_REDUCE, (DATA,), 16, 1, 10**9, 4)
     gathered = Transfer("summed gradients", ALL_GATHER, (DATA,), 16, 1, 10**9, 4)
     each, once = (seconds_of(one, shape("16x1x1"), WIDE) for one in (transfer, gathered))
-    (sentence,) = warnings(shape("16x1x1"), [transfer], WIDE, [gathered], local_steps=10)
+    (sentence,) = warnings(shape("16x1x1"), [transfer], WIDE, Rounds(Sums(), 10), [gathered])
     assert f"take {each + once / 10:.3g} s of a step over the link" in sentence
     assert sentence.endswith("only the outer step crosses, once in 10 steps")
-    (alone,) = warnings(shape("16x1x1"), [], WIDE, [gathered], local_steps=10)
+    (alone,) = warnings(shape("16x1x1"), [], WIDE, Rounds(Sums(), 10), [gathered])
     assert f"take {once / 10:.3g} s of a step over the link" in alone
 
 

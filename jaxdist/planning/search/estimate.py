@@ -98,9 +98,6 @@ MASKED_FORMULA = (
 )
 """What documents, and a window in a ring, add to the formula of `arithmetic` on GPUs."""
 
-OUTER_FORMULA = "; and the outer step over local steps"
-"""What local steps add to the formula of `data`."""
-
 UPDATE = 2
 """The optimizer state is read and written."""
 
@@ -176,10 +173,8 @@ class Estimate:
     def sent(self, part: str) -> float:
         """Return the bytes that a device sends per step for a part of it: for `data`, weights and gradients."""
         each_step = sum(transfer.wire_bytes for transfer in self.transfers if purpose(transfer) == part)
-        if not self.outer:
-            return each_step
         of_round = sum(transfer.wire_bytes for transfer in self.outer if purpose(transfer) == part)
-        return each_step + of_round / self.config.train.local_steps
+        return each_step + of_round / crossing.asked(self.config).every
 
     def share(self, part: str) -> float:
         """Return the share of the step's time that a part of it takes."""
@@ -219,7 +214,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     found = communication_seconds(step, transfers, shape, cluster)
     exposed_seconds = found.exposed
     for transfer in merge_calls(outer):
-        exposed_seconds[DATA] += seconds(transfer, shape, cluster) / config.train.local_steps
+        exposed_seconds[DATA] += seconds(transfer, shape, cluster) / crossing.asked(config).every
     exposed_seconds[DATA] += exposed(found.overlapping, lockstep, cluster)
 
     learned = held.parameters

@@ -24,7 +24,6 @@ from jaxdist.planning.search.estimate import (
     EXPERT_FORMULA,
     FORMULAS,
     MASKED_FORMULA,
-    OUTER_FORMULA,
     Estimate,
     label,
     sharded_model,
@@ -125,8 +124,8 @@ def _sites(plan: Plan) -> str:
 def _sites_spanned(plan: Plan) -> list[str]:
     """Return a sentence for each axis of the first candidate, other than `replica`, that spans sites."""
     first = plan.ranked[0]
-    local_steps = first.config.train.local_steps
-    return transfer_time.warnings(first.shape, first.transfers, plan.cluster, first.outer, local_steps)
+    rule = crossing.asked(first.config)
+    return transfer_time.warnings(first.shape, first.transfers, plan.cluster, rule, first.outer)
 
 
 def ranking(plan: Plan) -> Iterator[str]:
@@ -260,8 +259,7 @@ def why(plan: Plan) -> Iterator[str]:
         formulas_of_parts["arithmetic"] += EXPERT_FORMULA
     if runs_by_matmuls(first.config, plan.cluster, bool(first.attention and first.attention.form == "ring")):
         formulas_of_parts["arithmetic"] += MASKED_FORMULA
-    if first.outer:
-        formulas_of_parts[DATA] += OUTER_FORMULA
+    formulas_of_parts[DATA] += crossing.asked(first.config).formula
     yield from table([(part, f"{count:.4g} s", formulas_of_parts[part]) for part, count in first.parts.items()])
     yield ""
     held = first.memory.persistent | first.memory.transient
