@@ -6,25 +6,13 @@ each has a pair of its own, whose B has that dim too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxdist.config import ModelConfig, lora
+from jaxdist.config.matmuls import FUSED, Matmul, matmuls_of
 from jaxdist.huggingface.families import Leaf, family_of, sizes_of
-from jaxdist.huggingface.parts import GROUP, JOINED, Span, shape_of
-
-FUSED = "T"
-"""The letter along which queries, keys and values lie in GPT-2's tensor too."""
-
-COLUMNS = {
-    "blocks.attention.qkv": ("q_proj", "k_proj", "v_proj"),
-    "blocks.mlp.gate_up": ("gate_proj", "up_proj"),
-    "blocks.mlp.up": ("up_proj",),
-}
-"""Targets that make further dims of the residual stream, in their order, by the path of the weight."""
-
-ROWS = {"blocks.attention.out": "o_proj", "blocks.mlp.down": "down_proj"}
-"""Targets that go back to it."""
+from jaxdist.huggingface.parts import Span, shape_of
 
 
 @dataclass(frozen=True)
@@ -35,12 +23,17 @@ class PairPlace:
     """Its name among `lora_targets.TARGETS`."""
     leaf: Leaf
     """The weight that it stands beside."""
-    inputs: int
-    """How many dims of the weight, after that of the layers, are contracted."""
+    matmul: Matmul
+    """What the weight multiplies, and its parts."""
     dim: int
     """The dim of the weight along which fused targets lie side by side; of one that is not fused, its first output."""
     joined: Span
     """The places of the target along `dim`."""
+
+    @property
+    def inputs(self) -> int:
+        """How many dims of the weight, after that of the layers, are contracted."""
+        return len(self.matmul.inputs)
 
     @property
     def a(self) -> str:
@@ -70,26 +63,22 @@ class PairPlace:
 
 def pairs_of(model: ModelConfig) -> list[PairPlace]:
     """Return the pairs of a run, in the order of the weights that they stand beside."""
-    sizes = sizes_of(model)
+    leaves = {leaf.path: leaf for leaf in family_of(model).leaves}
     adapted = lora.adapted(model)
-    leaves = family_of(model).leaves
-    return [pair for leaf in leaves for pair in _beside(leaf, sizes) if pair.target in adapted]
+    matmuls = [matmul for matmul in matmuls_of(model).values() if matmul.adaptable]
+    pairs = [pair for matmul in matmuls for pair in _beside(leaves[f"blocks.{matmul.path}"], matmul)]
+    return [pair for pair in pairs if pair.target in adapted]
 
 
-def _beside(leaf: Leaf, sizes: Mapping[str, int]) -> Iterator[PairPlace]:
+def _beside(leaf: Leaf, matmul: Matmul) -> Iterator[PairPlace]:
     """Yield all pairs that a weight can have."""
-    if leaf.path in ROWS:
-        last = leaf.letters[-1]
-        yield PairPlace(ROWS[leaf.path], leaf, len(leaf.letters) - 2, len(leaf.letters) - 1, (0, sizes[last]))
-    targets = COLUMNS.get(leaf.path, ())
-    if len(targets) == 1:
-        yield PairPlace(targets[0], leaf, 1, 2, (0, sizes[leaf.letters[2]]))
+    if FUSED not in matmul.letters:
+        first, *_ = matmul.outputs
+        (part,) = matmul.parts
+        yield PairPlace(part.name, leaf, matmul, 1 + len(matmul.inputs), (0, matmul.sizes[first]))
         return
     start = 0
-    for target in targets:
-        dim = leaf.letters.index(JOINED if JOINED in leaf.letters else FUSED)
-        # Queries alone have several places along C: one for each head that shares a key and a value.
-        several = target == "q_proj" and JOINED in leaf.letters
-        stop = start + (sizes[GROUP] if several else 1)
-        yield PairPlace(target, leaf, 1, dim, (start, stop))
+    for part in matmul.parts:
+        stop = start + matmul.places(part)
+        yield PairPlace(part.name, leaf, matmul, 1 + matmul.letters.index(FUSED), (start, stop))
         start = stop

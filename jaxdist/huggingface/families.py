@@ -15,7 +15,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxdist.config import ModelConfig, RequestError
+from jaxdist.config import ModelConfig, RequestError, matmuls
+from jaxdist.config.matmuls import Matmul, Part
 
 Place = tuple[int, ...]
 """The number of a layer, or those of a layer and of an expert in it; empty for a tensor beside the layers."""
@@ -90,20 +91,7 @@ def family_of(model: ModelConfig) -> Family:
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
     """Return the size of each letter in the tables of `model`."""
-    group = model.heads // model.key_value_heads
-    return {
-        "L": model.layers,
-        "D": model.embed,
-        "N": model.heads,
-        "K": model.key_value_heads,
-        "G": group,
-        "H": model.head_size,
-        "F": model.expert_size if model.traits.routed else model.mlp_size,
-        "E": model.experts,
-        "V": model.vocab,
-        "S": model.position_rows,
-        "T": 3,
-    }
+    return {**matmuls.sizes_of(model), "T": 3}
 
 
 LAYER = "model.layers.{layer}."
@@ -114,12 +102,8 @@ ROTARY = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 def _llama(model: ModelConfig) -> Family:
     """Return the tensors of Llama, Mistral, Qwen 2 and Qwen 3."""
-    mlp = LAYER + "mlp."
-    leaves = [
-        *_decoder(model),
-        Leaf("blocks.mlp.gate_up", "LDCF", _gate_and_up(mlp + "gate_proj.weight", mlp + "up_proj.weight")),
-        _one("blocks.mlp.down", "LFD", mlp + "down_proj.weight", ("D", "F")),
-    ]
+    names = {name: f"{LAYER}mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+    leaves = [*_decoder(model), *_weights(model, "mlp", names)]
     return _with_output(model, leaves, "model.embed_tokens.weight", "model.", ROTARY)
 
 
@@ -128,16 +112,16 @@ def _moe(model: ModelConfig) -> Family:
     if model.qk_norm == "none":
         # Mixtral numbers the matrices.
         mlp = LAYER + "block_sparse_moe."
-        gate, up, down = ("w1", "w3", "w2")
+        matrices = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     else:
         mlp = LAYER + "mlp."
-        gate, up, down = ("gate_proj", "up_proj", "down_proj")
-    expert = mlp + "experts.{expert}."
+        matrices = {name: name for name in ("gate_proj", "up_proj", "down_proj")}
+    # None of these models has experts that all tokens share.
+    unshared = model.model_copy(update={"shared_experts": 0})
+    names = {part: f"{mlp}experts.{{expert}}.{matrix}" for part, matrix in matrices.items()}
     leaves = [
         *_decoder(model),
-        _one("blocks.mlp.router", "LDE", mlp + "gate.weight", ("E", "D")),
-        Leaf("blocks.mlp.gate_up", "LEDCF", _gate_and_up(f"{expert}{gate}.weight", f"{expert}{up}.weight")),
-        _one("blocks.mlp.down", "LEFD", f"{expert}{down}.weight", ("D", "F")),
+        *_weights(unshared, "mlp", {"gate": mlp + "gate", **names}),
         Leaf("blocks.mlp.balance", "LE", ()),
     ]
     return _with_output(model, leaves, "model.embed_tokens.weight", "model.", ROTARY)
@@ -146,16 +130,15 @@ def _moe(model: ModelConfig) -> Family:
 def _decoder(model: ModelConfig) -> list[Leaf]:
     """Return the tensors of a decoder with rotary positions, without the MLPs and the output."""
     attention = LAYER + "self_attn."
+    names = {name: attention + name for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
     leaves = [
         _one("table", "VD", "model.embed_tokens.weight", ("V", "D")),
         _one("norm.scale", "D", "model.norm.weight", ("D",)),
         _one("blocks.norm1.scale", "LD", LAYER + "input_layernorm.weight", ("D",)),
         _one("blocks.norm2.scale", "LD", LAYER + "post_attention_layernorm.weight", ("D",)),
-        Leaf("blocks.attention.qkv", "LDKCH", _projections(attention, "weight", ("D",))),
-        _one("blocks.attention.out", "LNHD", attention + "o_proj.weight", ("D", "NH")),
+        # Written files have biases last.
+        *sorted(_weights(model, "attention", names), key=lambda leaf: leaf.path.endswith("_bias")),
     ]
-    if model.qkv_bias:
-        leaves.append(Leaf("blocks.attention.qkv_bias", "LKCH", _projections(attention, "bias", ())))
     norms = (attention + "q_norm.weight", attention + "k_norm.weight")
     if model.qk_norm == "head":
         leaves.append(_one("blocks.attention.q_norm.scale", "LH", norms[0], ("H",)))
@@ -166,39 +149,52 @@ def _decoder(model: ModelConfig) -> list[Leaf]:
     return leaves
 
 
-def _gate_and_up(gate: str, up: str) -> tuple[Piece, ...]:
-    """Return the two first matrices of a gated MLP."""
-    return Piece(gate, ("F", "D")), Piece(up, ("F", "D"))
+def _weights(model: ModelConfig, module: str, names: Mapping[str, str], inputs_first: bool = False) -> list[Leaf]:
+    """Return the weights and biases of a `module` of our layers.
+
+    `names` says how their names begin, by that of a part, or by the path of a weight whose parts are one tensor of
+    theirs too. Their weights are [out, in], or with `inputs_first` [in, out].
+    """
+    leaves = []
+    for matmul in matmuls.matmuls_of(model).values():
+        if not matmul.path.startswith(f"{module}."):
+            continue
+        letters = matmul.letters
+        outputs = matmul.outputs
+        if matmul.path in names:
+            letters = letters.replace("C", "T")
+            outputs = outputs.replace("C", "T")
+            pieces = {names[matmul.path]: outputs}
+        else:
+            pieces = {names[part.name]: _outputs(matmul, part) for part in matmul.parts}
+        ends = [(made, matmul.inputs) for made in pieces.values()]
+        dims = [(into, made) if inputs_first else (made, into) for made, into in ends]
+        of_weight = tuple(Piece(f"{name}.weight", dim) for name, dim in zip(pieces, dims, strict=True))
+        leaves.append(Leaf(f"blocks.{matmul.path}", "L" + letters, of_weight))
+        if matmul.bias:
+            of_bias = tuple(Piece(f"{name}.bias", (made,)) for name, made in pieces.items())
+            leaves.append(Leaf(f"blocks.{matmul.path}_bias", "L" + outputs, of_bias))
+    return leaves
 
 
-def _projections(attention: str, kind: str, inputs: tuple[str, ...]) -> tuple[Piece, ...]:
-    """Return the tensors that make queries, keys and values: weights, with the dim of their `inputs`, or biases."""
-    return (
-        Piece(f"{attention}q_proj.{kind}", ("KGH", *inputs)),
-        Piece(f"{attention}k_proj.{kind}", ("KH", *inputs)),
-        Piece(f"{attention}v_proj.{kind}", ("KH", *inputs)),
-    )
+def _outputs(matmul: Matmul, part: Part) -> str:
+    """Return the letters of what a part makes: query heads are K and then G where key/value heads are a dim of ours."""
+    return part.outputs.replace("N", "KG") if "K" in matmul.letters else part.outputs
 
 
 def _gpt(model: ModelConfig) -> Family:
     """Return the tensors of GPT-2, whose weights are [in, out] as ours are (`Conv1D`)."""
     layer = "transformer.h.{layer}."
-    attention = layer + "attn."
-    mlp = layer + "mlp."
+    attention = {"attention.qkv": layer + "attn.c_attn", "o_proj": layer + "attn.c_proj"}
+    mlp = {"up_proj": layer + "mlp.c_fc", "down_proj": layer + "mlp.c_proj"}
     leaves = [
         _one("table", "VD", "transformer.wte.weight", ("V", "D")),
         _one("positions", "SD", "transformer.wpe.weight", ("S", "D")),
         *_layer_norm("norm", "D", "transformer.ln_f"),
         *_layer_norm("blocks.norm1", "LD", layer + "ln_1"),
         *_layer_norm("blocks.norm2", "LD", layer + "ln_2"),
-        _one("blocks.attention.qkv", "LDTNH", attention + "c_attn.weight", ("D", "TNH")),
-        _one("blocks.attention.qkv_bias", "LTNH", attention + "c_attn.bias", ("TNH",)),
-        _one("blocks.attention.out", "LNHD", attention + "c_proj.weight", ("NH", "D")),
-        _one("blocks.attention.out_bias", "LD", attention + "c_proj.bias", ("D",)),
-        _one("blocks.mlp.up", "LDF", mlp + "c_fc.weight", ("D", "F")),
-        _one("blocks.mlp.up_bias", "LF", mlp + "c_fc.bias", ("F",)),
-        _one("blocks.mlp.down", "LFD", mlp + "c_proj.weight", ("F", "D")),
-        _one("blocks.mlp.down_bias", "LD", mlp + "c_proj.bias", ("D",)),
+        *_weights(model, "attention", attention, inputs_first=True),
+        *_weights(model, "mlp", mlp, inputs_first=True),
     ]
     # Masks of attention, one a layer.
     ignored = re.compile(r"(.*\.)?attn\.(masked_)?bias")

@@ -18,7 +18,7 @@ from jaxtyping import Float
 
 from jaxdist.config import ModelConfig
 from jaxdist.files import write_whole
-from jaxdist.huggingface.adapter_pairs import COLUMNS, PairPlace, pairs_of
+from jaxdist.huggingface.adapter_pairs import PairPlace, pairs_of
 from jaxdist.huggingface.families import Leaf, Piece, family_of, sizes_of
 from jaxdist.huggingface.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from jaxdist.huggingface.merging import check_adapters
@@ -105,7 +105,7 @@ class Module:
     @property
     def fused(self) -> bool:
         """Whether the module has weights of several targets."""
-        return len(COLUMNS.get(self.leaf.path, ())) > len(self.leaf.pieces)
+        return len(self.pairs[0].matmul.parts) > len(self.leaf.pieces)
 
     def halves(self, model: ModelConfig) -> Iterator[Half]:
         """Yield PEFT's two tensors of each layer."""
@@ -165,7 +165,8 @@ def _modules(model: ModelConfig) -> list[Module]:
     for pair in pairs_of(model):
         piece = pair.leaf.pieces[0]
         if len(pair.leaf.pieces) > 1:
-            piece = pair.leaf.pieces[COLUMNS[pair.leaf.path].index(pair.target)]
+            names = [part.name for part in pair.matmul.parts]
+            piece = pair.leaf.pieces[names.index(pair.target)]
         before = modules[piece.name].pairs if piece.name in modules else ()
         modules[piece.name] = Module(pair.leaf, piece, (*before, pair))
     return list(modules.values())
