@@ -1,9 +1,8 @@
 """The tables of pieces: which tensors of Hugging Face's decoders make each of our parameters. No jax here.
 
 A table is read in both directions: import fills our parameters from their tensors, export cuts theirs out of ours. The
-letters of dims are those of `sharding.LETTERS`. Beside them, C counts the tensors of theirs that lie side by side in
-one of our arrays, G the query heads that share a key/value head (GQA), T is 3: query, key and value in one tensor of
-theirs too, and M counts the numbers that a layer with experts reports.
+letters of dims are those of `config.matmuls`, whose rows say what our weights are; here stand the names that theirs
+have. Beside these letters, T is 3: query, key and value in one tensor of theirs too.
 
 Query heads need no permutation: theirs are K outermost and then G, as ours are, and both turn halves of a head (RoPE).
 """

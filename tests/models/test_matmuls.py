@@ -48,7 +48,7 @@ KINDS = {
     "routed": dict(family="moe", kv_heads=1, expert_mlp=24, shared_experts=3),
 }
 
-NO_MATRICES = ("norm", "_bias", "balance", "meter")
+NO_MATRICES = ("norm", "_bias", "balance")
 
 
 @pytest.mark.parametrize("kind", KINDS)
