@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
@@ -21,7 +22,7 @@ Aux = dict[str, Float[Array, "..."]]
 class DecoderBlock(nnx.Module):
     """What the blocks of all decoders offer; one with a router returns aux, and moves parameters by them."""
 
-    mlp: Callable[[jax.Array, BlockInputs], jax.Array]
+    mlp: Callable[[jax.Array, BlockInputs], Any]
 
     @property
     def aux_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -47,7 +48,7 @@ class Decoder(nnx.Module):
     vocab: int
     """V: the tokens. On a mesh the tables may have further rows (`parallel.vocabulary`)."""
     table: nnx.Param
-    blocks: nnx.Module
+    blocks: DecoderBlock
     norm: nnx.Module
     output: nnx.Param | None
     """The output projection; None where the embedding table serves as one."""

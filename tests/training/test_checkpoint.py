@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tensorstore as ts
 
@@ -39,6 +40,23 @@ def abstract(of: TrainState) -> TrainState:
 
 def same(a, b) -> None:
     jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_an_older_step_of_a_routed_model_is_read_without_its_meter(tmp_path):
+    """Routers once had a parameter of zeros; an update rule, which did not see it, kept its name alone."""
+    balance, meter = jnp.ones((2, 4)), jnp.zeros((2, 3))
+    hidden = {name: optax.MaskedNode() for name in ("balance", "meter")}
+
+    def routed(mlp: dict, hidden: dict) -> TrainState:
+        moments = {"blocks": {"mlp": {"router": balance} | hidden}}
+        params = {"blocks": {"mlp": {"router": balance, "balance": balance} | mlp}}
+        return state(5)._replace(params=params, optimizer=optax.MaskedState(moments))
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(5, routed({"meter": meter}, hidden), facts(5))
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        restored = checkpoints.restore(abstract(routed({}, {})))
+    same(restored, routed({}, {}))
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,6 @@ def get(buffers: Tree, slot: jax.Array | int) -> Tree:
     return jax.tree.map(partial(lax.dynamic_index_in_dim, index=slot, axis=0, keepdims=False), buffers)
 
 
-def put(buffers: Tree, values: Tree, slot: jax.Array) -> Tree:
+def put(buffers: Tree, values: Tree, slot: jax.Array | int) -> Tree:
     """Return the buffers with `values` written to one slot."""
     return jax.tree.map(partial(lax.dynamic_update_index_in_dim, index=slot, axis=0), buffers, values)

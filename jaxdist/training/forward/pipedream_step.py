@@ -6,6 +6,7 @@ A global batch comes in, and the one that came in S-1 steps before leaves the pi
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ class PipeDreamStep(Step):
             rule = layer_rule if BLOCKS in params else top_rule
             learning = part_of(params, grads)
             updates, new = rule.update(grads, _with_count(state, count), learning)
-            params = joined(params, optax.apply_updates(learning, updates))
+            params = joined(params, cast(Params, optax.apply_updates(learning, updates)))
             return forward.steered(params, aux), _keep_counts(state, new)
 
         self.pipe = forward.asynchronous(update, batch)
