@@ -145,8 +145,8 @@ def train(
         params = jax.tree.map(lambda a, to: jax.device_put(a.astype(to), replicated(devices)), initial, dtypes)
         losses, norms, gradients, counts = [], [], [], []
         state = jax.jit(lambda params: step.start(step.place(params)))(step.folded(params))
-        before = jax.device_get(jax.jit(step.unfolded)(state.params))
         take, logical = jax.jit(step.train), jax.jit(step.unfolded)
+        before = jax.device_get(logical(state.params))
         for number in range(steps):
             further = {"starts": documents(number, count, model.sequence)} if apart else {}
             tokens, labels = rows(number, count=count, vocab=model.vocab, length=model.sequence)
@@ -156,7 +156,7 @@ def train(
             norms.append(float(metrics.grad_norm))
             gradients.append(jax.device_get(logical(state.optimizer[0])))
             counts.append(jax.device_get(logical(metrics.further)).get("blocks", {}))
-        after, frozen = jax.device_get((logical(state.params), jax.jit(step.unfolded)(state.frozen)))
+        after, frozen = jax.device_get((logical(state.params), logical(state.frozen)))
         return Outcome(losses, norms, gradients[0], before, after, counts[0], frozen)
 
 
