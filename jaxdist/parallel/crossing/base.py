@@ -100,7 +100,7 @@ class Crossing:
         """Yield what a device sends to add up a gradient, of which it has `shape`; `stacked` dims count layers."""
         yield Message("all-reduce", math.prod(shape), F32)
 
-    def seconds(self, call: Call, replicas: Numbers, side: float) -> Numbers:
+    def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
         """Return about how long all gradients take to cross, if matrices have rows and columns of length `side`."""
         return call("all-reduce", F32)
 
@@ -133,7 +133,7 @@ class Later(Crossing):
         """Yield those of the sums."""
         yield from self.sums.messages(shape, stacked)
 
-    def seconds(self, call: Call, replicas: Numbers, side: float) -> Numbers:
+    def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
         """Return those of the sums."""
         return self.sums.seconds(call, replicas, side)
 

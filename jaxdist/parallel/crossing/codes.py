@@ -92,7 +92,7 @@ class Compression(ABC):
         """Yield the messages of a shard that is compressed."""
 
     @abstractmethod
-    def seconds(self, call: Call, replicas: Numbers, side: float) -> Numbers:
+    def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
         """Return about how long `sent` takes, as `Crossing.seconds` does."""
 
 
@@ -122,7 +122,7 @@ class Coded(Compression):
         for kind in _shots(replicas):
             yield Message(kind, coded, 1)
 
-    def seconds(self, call: Call, replicas: Numbers, side: float) -> Numbers:
+    def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
         """Return those of the shots."""
         two_shots = call("all-to-all", self.width) + call("all-gather", self.width)
         return np.where(replicas == 2, call("all-reduce", self.width), two_shots)
@@ -182,7 +182,7 @@ class TopKInt8(Int8):
         blocks = -(-math.prod(shape) // LARGEST_OF)
         yield Message("all-gather", replicas * blocks * PLACED * self.largest, 2)
 
-    def seconds(self, call: Call, replicas: Numbers, side: float) -> Numbers:
+    def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
         """Return those of the shots, and of the largest numbers."""
         return super().seconds(call, replicas, side) + call("all-gather", replicas * 2 * PLACED * self.density)
 
@@ -210,7 +210,7 @@ class PowerSgd(Compression):
         yield Message("all-reduce", layers * rows * self.rank, F32)
         yield Message("all-reduce", layers * columns * self.rank, F32, waits=True)
 
-    def seconds(self, call: Call, replicas: Numbers, side: float) -> Numbers:
+    def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
         """Return those of two factors of a matrix that is square."""
         return call("all-reduce", F32) * np.minimum(1, 2 * self.rank / side)
 

@@ -56,7 +56,7 @@ class Compressed(Crossing):
         """Yield what the rule sends."""
         yield from self.rule.messages(shape, stacked, self.replicas)
 
-    def seconds(self, call: Call, replicas: Numbers, side: float) -> Numbers:
+    def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
         """Return those of the rule."""
         return self.rule.seconds(call, replicas, side)
 
