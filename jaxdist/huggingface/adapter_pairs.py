@@ -73,9 +73,9 @@ def pairs_of(model: ModelConfig) -> list[PairPlace]:
 def _beside(leaf: Leaf, matmul: Matmul) -> Iterator[PairPlace]:
     """Yield all pairs that a weight can have."""
     if FUSED not in matmul.letters:
-        first, *_ = matmul.outputs
         (part,) = matmul.parts
-        yield PairPlace(part.name, leaf, matmul, 1 + len(matmul.inputs), (0, matmul.sizes[first]))
+        outputs = matmul.sizes[matmul.outputs[0]]
+        yield PairPlace(part.name, leaf, matmul, 1 + len(matmul.inputs), (0, outputs))
         return
     start = 0
     for part in matmul.parts:

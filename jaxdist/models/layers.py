@@ -171,7 +171,7 @@ class GroupedAttention(CausalAttention):
         self.attention_factor = config.rope.attention_factor
         self.window = config.window
         self.qkv = weight_of(rngs, matmuls["attention.qkv"])
-        self.qkv_bias = bias_of(matmuls["attention.qkv"])
+        self.qkv_bias = bias_of(matmuls["attention.qkv"]) if matmuls["attention.qkv"].bias else None
         of_head = config.qk_norm == "head"
         self.q_norm = RMSNorm(size, config.norm_eps, "head_norm") if of_head else None
         self.k_norm = RMSNorm(size, config.norm_eps, "head_norm") if of_head else None

@@ -48,9 +48,10 @@ def weight_of(rngs: nnx.Rngs, matmul: Matmul) -> nnx.Param:
     return weight(rngs, matmul.shape, matmul.axes, matmul.scale, matmul.exact)
 
 
-def bias_of(matmul: Matmul, forward_only: bool = False) -> nnx.Param | None:
-    """Make the bias of what `matmul` makes, zero at first; None where it has none."""
-    return constant(0.0, matmul.bias_shape, matmul.bias_axes, forward_only) if matmul.bias else None
+def bias_of(matmul: Matmul, forward_only: bool = False) -> nnx.Param:
+    """Make the bias of what `matmul` makes, zero at first."""
+    assert matmul.bias, matmul.path
+    return constant(0.0, matmul.bias_shape, matmul.bias_axes, forward_only)
 
 
 def constant(

@@ -47,7 +47,7 @@ def sampling(monkeypatch, cutting):
     def make(prompts: str, special: SpecialTokens):
         config = SimpleNamespace(sample=SimpleNamespace(every=5, prompts=prompts), model=SimpleNamespace(sequence=100))
         task = SimpleNamespace(tokenizer=cutting, special_tokens=special)
-        return samples.Samples(SimpleNamespace(config=config, task=task, model=None, layout=None))
+        return samples.Samples(SimpleNamespace(config=config, task=task, sharded=None))
 
     monkeypatch.setattr(samples, "check_fits", lambda *arguments: None)
     monkeypatch.setattr(samples.memory, "predict", lambda *arguments: SimpleNamespace(arguments=0))
