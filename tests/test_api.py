@@ -109,7 +109,6 @@ REQUESTS = [
     (dict(tensor, rules={"mlp": "model"}), r"give a tuple of mesh axes, such as \('model',\)"),
     (dict(tensor, rules=[("mlp", "model")]), r"rules are .*; give a dict"),
     (dict(tensor, rules={"batch": ("model",)}), r"'batch' names the rows"),
-    (dict(tensor, rules={"counted": ("model",)}), r"'counted' names numbers that have counts"),
     (dict(tensor, rules=by_rule("data")), r"rules split mlp over data.*use model"),
     (dict(tensor, rules=by_rule("model"), scope="rows"), r"rules split model, which scope 'rows' cannot do"),
     (dict(tensor, mesh="1x3x1", rules=by_rule("model")), r"\(12, 16\) has a dim 'mlp' of 16.* divide by model=3|16, 8"),
