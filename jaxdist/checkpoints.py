@@ -55,7 +55,7 @@ EXTRAS = [
     Extra(
         "force",
         False,
-        "Let --export replace an earlier export that nobody has changed since; it replaces nothing else.",
+        "Let --export replace an earlier export that has not been changed since; it replaces nothing else.",
     ),
     Extra("checkpoint", "latest", "Step to export: latest, best (by validation loss) or a number.", Checkpoint),
     Extra("json", False, "Print one JSON object and nothing else."),

@@ -59,7 +59,7 @@ class Rounds(NamedTuple):
 
 
 def rounds_for(tokens: int, per_token: int, experts: int, factor: float) -> Rounds:
-    """Return the rounds of a device with so many `tokens` (T), each of which chooses `per_token` (k) of E `experts`.
+    """Return the rounds of a device with T `tokens`, each of which chooses `per_token` (k) of E `experts`.
 
     The first round has room for `factor` times the even share, T k / E.
     """
@@ -86,7 +86,7 @@ class Queues(NamedTuple):
 
 
 def queues(choice: Int[Array, "T k"], experts: int) -> Queues:
-    """Line up the choices of tokens before so many experts; a choice of `experts`, one beyond the last, is none."""
+    """Line up the choices of tokens before `experts` experts; a choice of `experts`, one beyond the last, is none."""
     flat = choice.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     length = jnp.sum(flat[:, None] == jnp.arange(experts)[None], 0)
@@ -111,7 +111,7 @@ class Seats(NamedTuple):
 
 
 def seats(line: Queues, first: int | Int[Array, ""], size: int, devices: int = 1) -> tuple[Seats, Seats]:
-    """Seat the `size` choices of each queue that begin at its place `first`; so many `devices` share the experts.
+    """Seat the `size` choices of each queue that begin at its place `first`; `devices` devices share the experts.
 
     Return (the seats of tokens, the seats of choices).
     """
@@ -130,7 +130,7 @@ def seats(line: Queues, first: int | Int[Array, ""], size: int, devices: int = 1
 
 @jax.custom_vjp
 def take(x: Float[Array, "T D"], at: Seats) -> Float[Array, "R E D"]:
-    """Return the row of `x` for each seat: its sitter's, or zeros where nobody sits."""
+    """Return the row of `x` for each seat: its sitter's, or zeros where it is empty."""
     return jnp.where(at.taken[..., None], x[at.sitter], 0)
 
 
@@ -242,7 +242,7 @@ class Dispatch:
         gate_up: Float[Array, "E D G"],
         down: Float[Array, "E F D"],
     ) -> Float[Array, "T D"]:
-        """Return what the experts add to each token in the round of so many rows from place `first` of each queue.
+        """Return what the experts add to each token in the round of `size` rows from place `first` of each queue.
 
         G = 2 F: the columns of `gate_up` are those of the gates, then those that they gate.
 

@@ -40,7 +40,7 @@ class Link:
     switch lets it reach any of them over all its links."""
 
     def within(self, ranks: np.ndarray | float) -> np.ndarray:
-        """Return the bytes per second that a rank sends in a group of so many in a host."""
+        """Return the bytes per second that a rank sends in a group of this size in a host."""
         # Without a switch, a rank uses only its links to the others of the group.
         return np.minimum(self.bandwidth, np.maximum(ranks - 1, 1) * (self.pair or self.bandwidth))
 
@@ -81,11 +81,11 @@ class Cluster:
         return self.per_host * self.hosts_per_site
 
     def sites(self, devices: int) -> int:
-        """Return how many sites so many GPUs fill; the last one may be filled in part."""
+        """Return how many sites a number of GPUs fills; the last one may be filled in part."""
         return -(-devices // self.per_site)
 
     def fills_hosts(self, count: int) -> bool:
-        """Return whether so many GPUs are a part of one host, or whole hosts."""
+        """Return whether a number of GPUs is a part of one host, or whole hosts."""
         return count <= self.per_host or count % self.per_host == 0
 
 
@@ -138,7 +138,7 @@ def cluster(name_or_file: str) -> Cluster:
 
 
 def check_sites(where: Cluster, devices: int) -> None:
-    """Raise `RequestError` for so many devices if they would fill some sites and a part of another one."""
+    """Raise `RequestError` for a number of devices that fills some sites and a part of another one."""
     each = where.per_site
     if where.sites(devices) > 1 and devices % each:
         near = " or ".join(map(str, multiples(each, devices)))
@@ -157,7 +157,7 @@ def calibrated(candidate: Cluster) -> bool:
 
 
 def how_to_calibrate(devices: int) -> str:
-    """Return the note of a plan for CPUs that nobody measured: the commands that measure them.
+    """Return the note of a plan for CPUs that were not measured: the commands that measure them.
 
     `devices` is the number of devices of the plan.
     """

@@ -39,7 +39,7 @@ def main(question: str, answer: str) -> None:
 
 
 def compiled(lower: Lower, name: str | None, count: int) -> Program:
-    """Compile in this process; the arguments are those of `cross_compile.compile_apart`."""
+    """Compile in this process; the arguments are as for `cross_compile.compile_apart`."""
     import jax
 
     devices = _cpus(count) if name is None else target.devices(name, count)

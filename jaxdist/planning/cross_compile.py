@@ -28,7 +28,7 @@ LAST_WORDS = 2000
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program, and what compiling it took. Bytes are those of one device."""
+    """A compiled program, and what compiling it took. Bytes are per device."""
 
     text: str
     """HLO after all passes, scheduled."""

@@ -89,7 +89,7 @@ class Request:
         return to_toml(shared) + "".join(f"{option(name)} {value}\n" for name, value in self.extras.items())
 
     def tell_unused(self, processes: int) -> None:
-        """Print the notes, and a line about each option that a job of so many processes does not use."""
+        """Print the notes, and a line about each option that a job of this number of processes does not use."""
         for note in [*self.notes, *notes(self.config, Known(processes=processes), self.overrides)]:
             print(f"note        {note}", file=sys.stderr)
 
@@ -255,7 +255,7 @@ def run(main: Callable[[list[str]], int], needs_output: bool = True) -> NoReturn
 
 
 def _output_is_gone(error: OSError) -> bool:
-    """Return whether nobody reads standard output: a pipe, as in `--help | head`, or a terminal that was closed."""
+    """Return whether standard output has no reader: a pipe, as in `--help | head`, or a terminal that was closed."""
     if isinstance(error, BrokenPipeError):
         return True
     if error.errno != errno.EIO:

@@ -23,7 +23,7 @@ TYPES: dict[str, Any] = {
 """The numbers that say how a token is drawn, as options and as keys of the file."""
 
 USUAL = {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
-"""What holds where nobody says anything."""
+"""The values where neither the request nor the folder gives one."""
 
 OF_TRANSFORMERS = {**USUAL, "temperature": 1.0}
 """What holds where a file says something else: transformers would take these."""
@@ -46,11 +46,11 @@ def sampling(extras: Mapping[str, Any], folder: Path) -> tuple[Sampling, str]:
     path = stored_at(folder).small_files / GENERATION
     given = {name: extras[name] for name in TYPES if extras[name] is not None}
     content = read_if_there(path)
-    told = {name: content[name] for name in TYPES if content.get(name) is not None}
+    of_file = {name: content[name] for name in TYPES if content.get(name) is not None}
     likeliest = content.get("do_sample") is False
-    _check_values(path, {name: value for name, value in told.items() if name not in given})
+    _check_values(path, {name: value for name, value in of_file.items() if name not in given})
 
-    found: dict[str, Any] = {**(OF_TRANSFORMERS if told or likeliest else USUAL), **told}
+    found: dict[str, Any] = {**(OF_TRANSFORMERS if of_file or likeliest else USUAL), **of_file}
     if likeliest:
         found["temperature"] = 0.0
     found |= given
@@ -60,15 +60,15 @@ def sampling(extras: Mapping[str, Any], folder: Path) -> tuple[Sampling, str]:
     elif found["top_k"] == 1:
         why = "--top-k is 1" if "top_k" in given else f"'{path}' has top_k 1"
         _check_effect(extras, why, "give a larger --top-k", ("temperature", "top_p", "seed"))
-    if not told and not likeliest:
+    if not of_file and not likeliest:
         return Sampling(**found), ""
-    return Sampling(**found), _line(found, given, {*told, *(["temperature"] if likeliest else [])}, path)
+    return Sampling(**found), _line(found, given, {*of_file, *(["temperature"] if likeliest else [])}, path)
 
 
-def _check_values(path: Path, told: Mapping[str, Any]) -> None:
+def _check_values(path: Path, of_file: Mapping[str, Any]) -> None:
     """Raise `RequestError` with a sentence for each value of the file with which no token can be drawn."""
     problems = []
-    for name, value in told.items():
+    for name, value in of_file.items():
         try:
             TypeAdapter(TYPES[name]).validate_python(value)
         except ValidationError as error:
@@ -94,13 +94,13 @@ def _check_effect(extras: Mapping[str, Any], why: str, remedy: str, without: Seq
         raise RequestError(*problems)
 
 
-def _line(found: Mapping[str, Any], given: Mapping[str, Any], told: set[str], path: Path) -> str:
+def _line(found: Mapping[str, Any], given: Mapping[str, Any], of_file: set[str], path: Path) -> str:
     """Return what holds, and from where."""
     names = [name for name in TYPES if found["temperature"] or name in ("temperature", "repetition_penalty")]
     sources = {
-        f"from {path}": [name for name in names if name in told and name not in given],
+        f"from {path}": [name for name in names if name in of_file and name not in given],
         "from the command line": [name for name in names if name in given],
-        "as transformers has it": [name for name in names if name not in told and name not in given],
+        "as transformers has it": [name for name in names if name not in of_file and name not in given],
     }
     parts = [
         f"{', '.join(f'{name} {found[name]:g}' for name in some)} {source}" for source, some in sources.items() if some

@@ -295,13 +295,13 @@ def _saves_by_steps(config: Config, known: Known) -> bool:
 
 
 def _saves(every: int, steps: int) -> int:
-    """Return how many checkpoints a run saves: after every so many steps (0: none of these), and at its end."""
+    """Return how many checkpoints a run saves: each time after a number of steps (0: none of these), and at its end."""
     return math.ceil(steps / every) if every else 1
 
 
 @needs("train.global_batch_size", late=True)
 def more_held_out(config: Config, known: Known) -> str:
-    """Need more held-out data than so many batches."""
+    """Need more held-out data than the given number of batches."""
     there = known.validation_batches
     if 0 < there < config.validation.batches:
         return f"the held-out part, which is {there} batch{'es' if there > 1 else ''} in all,"

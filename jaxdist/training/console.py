@@ -17,7 +17,7 @@ class Screen:
 
     def __init__(self, text: IO[str] | None = None, log: LogFile | None = None):
         """`text` is a stream, standard error by default; `log` gets every line too."""
-        # Without standard error nobody reads, and log.txt has it all.
+        # Without standard error there is no reader, and log.txt has it all.
         stream: Any = text or sys.stderr or io.StringIO()
         if isinstance(stream, Unfailing):
             # It draws the bar with control characters, and prints what is printable.

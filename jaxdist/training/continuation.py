@@ -25,9 +25,9 @@ class Ending:
     """What ends a continuation."""
 
     tokens: int
-    """So many tokens have been drawn."""
+    """The requested number of tokens has been drawn."""
     sequence: int
-    """Prompt and continuation together have so many tokens: the model sees no more."""
+    """Prompt and continuation together are as long as the model can see."""
     stops: tuple[int, ...] = ()
     """One of these tokens is drawn; it is no part of the text."""
     stop_texts: tuple[str, ...] = ()
@@ -123,7 +123,7 @@ class Continuation:
         return self._show(len(self._held))
 
     def _show(self, length: int) -> str:
-        """Add so many of the characters held back to the text, and return them."""
+        """Add the first `count` characters held back to the text, and return them."""
         shown = self._held[:length]
         self._held = self._held[length:]
         self.text += shown

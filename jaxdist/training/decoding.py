@@ -29,7 +29,7 @@ __all__ = ["Choice", "Decoding", "Drawn", "check_fits", "continued"]
 
 
 Seen = Bool[Array, "B V"] | None
-"""Which tokens each row has had; None where nobody asks."""
+"""Which tokens each row has had; None where it is not needed."""
 
 Made = tuple[Cache, Float[Array, "B V"], Int[Array, " B"], Seen]
 """(the cache, the logits of the next tokens, these tokens, and what each row has had with them)."""
@@ -125,7 +125,7 @@ class Decoding:
 
         The cache is donated.
         """
-        # A full row goes on in its last slot, while others are not full; nobody reads its tokens.
+        # A full row goes on in its last slot, while others are not full; its tokens are not read.
         positions = np.minimum(drawn.lengths + np.int32(number - 1), np.int32(self.sequence - 1))
         with jax.set_mesh(self.run.mesh):
             made = self.extend(
@@ -134,7 +134,7 @@ class Decoding:
         return Drawn(*made, drawn.lengths)
 
     def cache_bytes(self, rows: int) -> int:
-        """Return the bytes of the cache on each device, for so many prompts."""
+        """Return the bytes of the cache on each device, for a number of prompts."""
         return cache_memory.cache_bytes(self.run.config, self.run.layout, rows)
 
     @cached_property
@@ -198,7 +198,7 @@ class Decoding:
 
 
 def check_fits(run: Run, rows: int, beside: int = 0) -> None:
-    """Raise `RequestError` where a device cannot hold the weights of `run` and the cache of so many prompts.
+    """Raise `RequestError` where a device cannot hold the weights of `run` and the cache of all prompts.
 
     `beside` are the bytes of a train state that stays there meanwhile.
     """
@@ -217,7 +217,7 @@ def continued(
     stops: Collection[int] = (),
     moving: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
-    """Return the prompts, each continued by at most so many `tokens`, and up to the first of the tokens `stops`."""
+    """Return the prompts, each continued by at most `tokens` tokens, and up to the first of the tokens `stops`."""
     texts = [list(prompt) for prompt in prompts]
     ended = [False] * len(texts)
     for drawn in itertools.islice(decoding.draw(prompts, choice, seed, moving), tokens):

@@ -6,8 +6,8 @@ While it runs there is the folder `.NAME.HEX.tmp` beside the target:
     content     what is written: a file or a folder
     old         the earlier export that is being replaced, for a moment
 
-It goes with the process, also when a signal ends that. After a kill it stays, with a lock that nobody holds: then the
-next export of that name removes it. No jax here.
+It goes with the process, also when a signal ends that. After a kill it stays, with a lock that no process holds: then
+the next export of that name removes it. No jax here.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Workspace:
         """Make the folder, and lock it for this process. Raises `OSError`."""
         self.folder.mkdir()
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        # Where the file system has no locks, nobody can find that this one is not held.
+        # Where the file system has no locks, it cannot be known that this one is not held.
         with suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.write(self._lock, os.fsencode(self.target.name))
@@ -169,7 +169,7 @@ def _rename(workspace: _Workspace, there: _Found | None) -> None:
         # A folder does not take the place of one that has got something in it.
         workspace.content.rename(target)
         return
-    # From here on nobody else finds it by its name.
+    # From here on no other process finds it by its name.
     target.rename(workspace.old)
     try:
         if _Found.at(workspace.old) != there or export_marks.foreign(workspace.old):

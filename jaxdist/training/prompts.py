@@ -26,7 +26,7 @@ class Prefill(NamedTuple):
 
 
 def bucket(tokens: int, sequence: int) -> int:
-    """Return the length of the rows for prompts of at most so many `tokens`: a power of two, or `sequence`."""
+    """Return the length of the rows for prompts of at most `tokens` tokens: a power of two, or `sequence`."""
     size = SMALLEST
     while size < tokens:
         size *= 2
@@ -34,7 +34,7 @@ def bucket(tokens: int, sequence: int) -> int:
 
 
 def lay_out(prompts: Sequence[Sequence[int]], ranks: int, sequence: int) -> Prefill:
-    """Return the prefill of `prompts` on so many batch ranks; prompts of one token are added so that they divide.
+    """Return the prefill of `prompts` on `ranks` batch ranks; prompts of one token are added so that they divide.
 
     Short prompts share rows where that takes fewer rows, rounded up to a power of two, so that few programs are
     compiled. Raises `RequestError` for a prompt that is empty, or longer than `sequence`.

@@ -108,7 +108,7 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         if self.lost() is None:
             with suppress(OSError):
-                # From now on it names nobody.
+                # From now on it names no process.
                 os.ftruncate(self._held.fileno(), 0)
         self._held.close()
         self._file = None
@@ -128,7 +128,7 @@ class RunLock:
         except OSError as error:
             why = error.strerror or error
             return f"{self.path}, the lock of this run, cannot be read any more ({why}); nothing more is saved"
-        # On a full disk the file may name nobody.
+        # On a full disk the file may name no process.
         if same and (holder is None or holder.token == self._me.token):
             return None
         by = f"process {holder.pid} on {_shown(holder.host)}" if holder else "another process"
@@ -224,7 +224,7 @@ class RunLock:
         of the lock file.
         """
         if holder is None:
-            # Somebody has locked a file that names nobody.
+            # A process has locked the file, which names none.
             return math.inf if has_locks else 0.0
         beats = heartbeat.read(self.heartbeats)
         own = [beat for beat in beats if (beat.host, beat.pid) == (holder.host, holder.pid)]
@@ -249,7 +249,7 @@ class RunLock:
 
 
 def _read(file: IO[str]) -> Holder | None:
-    """Return whom the lock file names; None where it names nobody."""
+    """Return the process that the lock file names; None where it names none."""
     try:
         return Holder.model_validate_json(os.pread(file.fileno(), LONGEST, 0))
     except ValidationError:

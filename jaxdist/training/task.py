@@ -55,7 +55,7 @@ class Task(ABC, Generic[ModelT]):
 
     @property
     def flops(self) -> int | None:
-        """FLOPs to train on one unit; None where nobody has counted them."""
+        """FLOPs to train on one unit; None where they are not counted."""
         return None
 
     @property

@@ -56,7 +56,7 @@ class Device:
         self.layers = Layers(program.layer, stages, places_of_layer, stage)
         ring = [(i, (i + 1) % stages.ranks) for i in range(stages.ranks)]
         if stages.virtual == 1:
-            # With one chunk per rank, the last rank has nobody to send to.
+            # With one chunk per rank, the last rank sends to none.
             ring = ring[:-1]
         self.onward = ring
         """(source, target) ranks of the messages of the forward pass."""

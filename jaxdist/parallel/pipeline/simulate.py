@@ -1,6 +1,6 @@
 """What a schedule costs, counted unit by unit: its time, and how many micro-batches are in flight.
 
-Times are those of a stage and a micro-batch; a chunk takes 1/v of them. The bubble is the time that a rank waits: the
+Times are for a stage and a micro-batch; a chunk takes 1/v of them. The bubble is the time that a rank waits: the
 time of the schedule less the time of a rank's own work, M(F+B). Papers give it as a share of either: for GPipe,
 (S-1)/(M+S-1) of the whole or (S-1)/M of the work. `share` here is of the whole.
 """

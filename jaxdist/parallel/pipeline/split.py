@@ -1,7 +1,7 @@
 """Cut a function into what is needed at once and what can wait: B and W of a layer's backward pass.
 
     B  the gradient with respect to the input, which the previous stage waits for
-    W  the gradient with respect to the weights, which nobody waits for (Zero Bubble, Qi et al. 2024, section 2)
+    W  the gradient with respect to the weights, which no rank waits for (Zero Bubble, Qi et al. 2024, section 2)
 
 The cut is made in the jaxpr of a layer's VJP, equation by equation, so a model need not know of it. Matmuls,
 collectives and everything that is not known to be cheap run once: with B if the gradient of the input needs them, else

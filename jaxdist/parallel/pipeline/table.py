@@ -8,7 +8,7 @@ Each rank has four ring buffers, whose slots are given out by a linear scan over
     stash      what B keeps for W            from B to W
 
 Within a tick: messages arrive, then F, the head, B, W. The buffers of all ranks are as deep as the deepest one. Each
-has one more slot, the last, for what nobody needs: messages of ranks that had nothing to run, and what such ranks
+has one more slot, the last, for what is not needed: messages of ranks that had nothing to run, and what such ranks
 compute. Residuals and stash are large: there it is a slot that is free in the tick, and one more only where none is.
 """
 
@@ -122,14 +122,14 @@ class Table:
     cots: int
     residuals: int
     stash: int
-    """Slots of each buffer, without the last one that takes what nobody needs."""
+    """Slots of each buffer, without the last one, which takes what is not needed."""
     rows: Rows[Flags, Numbers]
     segments: tuple[Segment, ...]
     """(first tick, last tick + 1, slots), in order. See `segments_of`."""
 
     @property
     def slots(self) -> dict[str, int]:
-        """Slots of each buffer, with the one that takes what nobody needs, if there is one."""
+        """Slots of each buffer, with the one that takes what is not needed, if there is one."""
         return dict(
             acts=self.acts + 1,
             cots=self.cots + 1,

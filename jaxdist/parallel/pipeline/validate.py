@@ -105,7 +105,7 @@ class _Replay:
         self._check_flag(unit, "first", self.rows.F.first[t, rank], g == 0)
         self._check_flag(unit, "last", self.rows.F.last[t, rank], g == self.last)
         if g is None or m is None:
-            # A rank that has nothing to run writes all the same, to slots that nobody needs.
+            # A rank that has nothing to run writes all the same, to slots that are not needed.
             self._write(t, rank, unit, self.res, "F.res", None)
             self._write(t, rank, unit, self.cot, "F.cot", None)
             return None

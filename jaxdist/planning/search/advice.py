@@ -42,7 +42,7 @@ def fits(config: Config, devices: int, where: Cluster) -> bool:
 
 
 def no_mesh(config: Config, devices: int, where: Cluster) -> str:
-    """Return the error message where no mesh of so many devices divides the model and the batch."""
+    """Return the error message where no mesh of this number of devices divides the model and the batch."""
     batch = config.train.global_batch_size
     ways = []
     fewer = next(count for count in range(min(devices, batch), 0, -1) if meshes(config, count))
@@ -89,7 +89,7 @@ def _batches(config: Config, devices: int, where: Cluster) -> list[int]:
 
 
 def _more_devices(config: Config, devices: int, where: Cluster) -> str:
-    """Return the first larger power of two on which a plan fits; empty once no mesh of so many devices divides."""
+    """Return the first larger power of two on which a plan fits; empty once no mesh divides the model and the batch."""
     count = 2 ** devices.bit_length()
     while meshes(config, count):
         if fits(config, count, where):

@@ -87,7 +87,7 @@ def runs_by_matmuls(config: Config, cluster: Cluster, ring: Numbers) -> Numbers:
 
 
 def ring_waits(ranks: Numbers, forward: Numbers, backward: Numbers, messages: Messages, cluster: Cluster) -> Waits:
-    """Return how long a layer waits for a ring of `ranks`, where attention works for so many seconds in each pass."""
+    """Return how long a layer waits for a ring of `ranks`, where attention takes `forward` and `backward` seconds."""
     ranks = np.asarray(ranks)
     step = forward / ranks
     step_back = backward / ranks

@@ -49,7 +49,7 @@ SCHEDULES_AND_CHUNKS = [(number, v) for number, name in enumerate(SCHEDULES) if 
 
 
 def meshes(config: Config, devices: int) -> list[MeshShape]:
-    """Return the meshes of so many devices over which the model and the rows of a batch divide."""
+    """Return the meshes of a number of devices over which the model and the rows of a batch divide."""
     found = []
     neutral = neutral_config(config)
     for model, pipeline, context in product(divisors(devices), divisors(devices), context_sizes(config, devices)):
@@ -69,7 +69,7 @@ def meshes(config: Config, devices: int) -> list[MeshShape]:
 
 
 def expert_sizes(config: Config, ranks: int) -> list[int]:
-    """Return the sizes that the axis `expert` can have, where the rows of a batch are split over so many ranks."""
+    """Return the sizes that the axis `expert` can have, where `ranks` split the rows of a batch."""
     if not config.model.traits.routed:
         return [1]
     return [size for size in divisors(ranks) if config.model.experts % size == 0]
@@ -112,7 +112,7 @@ def neutral_config(config: Config) -> Config:
 
 
 def candidates(config: Config, shapes: list[MeshShape], sites: int = 1) -> Columns:
-    """Return all legal candidates on these meshes, whose devices lie in so many sites."""
+    """Return all legal candidates on these meshes, whose devices lie in a number of sites."""
     numbered = list(enumerate(shapes))
     flat = [(number, shape) for number, shape in numbered if shape[PIPELINE] == 1]
     staged = [(number, shape) for number, shape in numbered if shape[PIPELINE] > 1]

@@ -101,7 +101,7 @@ class Plan:
 
 
 def search(config: Config, devices: int, cluster: Cluster) -> Plan:
-    """Rank the ways to train `config` on so many devices of `cluster`.
+    """Rank the ways to train `config` on a number of devices of `cluster`.
 
     Raises `RequestError` for options that the predictions do not cover, and where nothing fits, with what would.
     """

@@ -113,7 +113,7 @@ def _tensors(plan: Plan, first: Estimate) -> str:
 
 
 def _where(plan: Plan, first: Estimate, neighbours: int) -> str:
-    """Return whether every group of so many neighbouring devices lies in one host."""
+    """Return whether every group of this number of neighbouring devices lies in one host."""
     per_host = plan.cluster.per_host
     inside = first.devices <= per_host or per_host % neighbours == 0
     return "inside a host" if inside else "ACROSS hosts"

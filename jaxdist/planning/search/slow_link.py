@@ -48,10 +48,10 @@ def sentence(plan: Plan) -> str:
         )
     other = fastest_with_replicas(plan)
     if other is None:
-        told = f"nothing with replicas fits, between which {asked} would be in force"
+        rest = f"nothing with replicas fits, between which {asked} would be in force"
     else:
-        told = f"{label(other)}, whose loss is not, takes {other.seconds:.3g} s a step"
-    return f"the loss is that of one device, since the first plan has no replicas; {told}"
+        rest = f"{label(other)}, whose loss is not, takes {other.seconds:.3g} s a step"
+    return f"the loss is that of one device, since the first plan has no replicas; {rest}"
 
 
 def check_replicas(plan: Plan) -> None:

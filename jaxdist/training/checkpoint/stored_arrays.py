@@ -56,7 +56,7 @@ class StoredArray:
 
 
 def whole(dims: int) -> Region:
-    """Return the region that is all of an array of so many dims."""
+    """Return the region that is all of an array of `dims` dims."""
     return (slice(None),) * dims
 
 
