@@ -42,7 +42,7 @@ KNOBS = (
     "parallel.compression_rank",
     "parallel.delayed_gradients",
 )
-"""The knobs that a plan reads. Knobs of `parallel`, and local steps, change the loss: the search takes them as given."""
+"""The knobs that a plan reads. Some of `parallel`, and local steps, change the loss: a search takes them as given."""
 
 EXTRAS = [
     Extra("devices", 8, "Number of devices.", Devices),

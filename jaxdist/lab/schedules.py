@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxdist.config import RequestError
 from jaxdist.config.pipeline import SCHEDULES as TRAITS
+from jaxdist.config.pipeline import Traits
 from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.formulas import free_bubble, in_flight, lockstep_bubble
 from jaxdist.parallel.pipeline.schedules import SCHEDULES, Schedule, make
@@ -202,7 +203,8 @@ def measure(stages: int, microbatches: int, virtual_stages: int, schedule: str, 
 
 def _virtual(name: str, requested: int, schedules: int) -> int:
     """Return the virtual stages that a schedule runs with."""
-    traits = TRAITS[name]
+    # A name without a row is refused where the schedule is made.
+    traits = TRAITS.get(name, Traits())
     if schedules > 1 and not traits.several:
         # It cannot have the requested chunks, but it is there to compare with.
         return 1

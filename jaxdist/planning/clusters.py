@@ -157,7 +157,7 @@ def calibrated(candidate: Cluster) -> bool:
 
 
 def how_to_calibrate(devices: int) -> str:
-    """Return the note of a plan for CPUs that were not measured: the commands that measure them.
+    """Return the note of a plan for CPUs without measurements: the commands that measure them.
 
     `devices` is the number of devices of the plan.
     """

@@ -190,7 +190,7 @@ of PyTorch ("total capacity of 23.64 GiB"); the cores of an L4 follow from its f
 How many share a host and what links them is not the GPU's: `configs/clusters` has it."""
 
 CARDS = ("a6000", "l4", "l40s", "rtx4090")
-"""Cards of 24 and 48 GB for a PCIe slot. No cluster of them is shipped: their links have not been measured."""
+"""Cards of 24 and 48 GB for a PCIe slot. No cluster of them is shipped: there are no measurements of their links."""
 
 MOST = 0.95
 """The largest share of a GPU's memory that JAX can take: CUDA's context and NCCL's buffers need the rest."""

@@ -171,7 +171,7 @@ def notes(candidate: Estimate, model: Model) -> list[str]:
 
 
 def took(seconds: float, cluster: Cluster) -> str:
-    """Return a predicted time; `~` marks a cluster that was not measured."""
+    """Return a predicted time; `~` marks a cluster without measurements."""
     mark = "" if calibrated(cluster) else "~"
     return f"{mark}{seconds:.3g} s"
 
