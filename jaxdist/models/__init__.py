@@ -23,6 +23,7 @@ from jaxdist.models.gpt import GPT
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.models.llama import Llama
 from jaxdist.models.moe import Moe
+from jaxdist.models.projections import modules_of, parameters_of
 from jaxdist.sharding import LAYERS, ONE_DEVICE, STEERED, Layout, LogicalAxes, Params, name_of, wide
 
 DECODERS = {"gpt": GPT, "llama": Llama, "moe": Moe}
@@ -39,6 +40,8 @@ class Model:
     """The structure of the module, without arrays."""
     block_graph: nnx.GraphDef
     """The structure of one of its blocks."""
+    modules: Params
+    """How its modules are nested, with nothing in the place of each parameter."""
     abstract: Params
     """Shape and dtype of every parameter."""
     axes: Params
@@ -58,7 +61,7 @@ class Model:
     def init(self, key: Key[Array, ""]) -> Params:
         """Return parameters, with the same bits on every mesh; those of a model are the same with adapters."""
         rngs = nnx.Rngs(params=key, adapters=jax.random.fold_in(key, 1))
-        params = nnx.to_pure_dict(nnx.state(self.make(rngs)))
+        params = parameters_of(nnx.to_pure_dict(nnx.state(self.make(rngs))))
         return jax.tree.map(lambda w, a: w.astype(a.dtype), params, self.abstract)
 
     def cast(self, params: Params, dtype: DTypeLike) -> Params:
@@ -78,40 +81,46 @@ class Model:
 
         `s` is the part of the sequence that this device holds: S without sequence parallelism.
         """
-        return nnx.merge(self.graph, params).embed(tokens, inputs)
+        return self._whole(params).embed(tokens, inputs)
 
     def block(
         self, layer: Params, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS
     ) -> tuple[Float[Array, "B s D"], Aux]:
         """Return (the residual stream after one layer, its aux); `layer` is a slice of `params["blocks"]`."""
-        return nnx.merge(self.block_graph, layer)(x, inputs)
+        return self._layer(layer)(x, inputs)
 
     def steered(self, blocks: Params, aux: Aux) -> Params:
         """Return the parameters of layers that no gradient moves, after a step whose batch has the sums `aux`.
 
         Both are stacked in the same way.
         """
-        return nnx.merge(self.block_graph, blocks).steered(aux)
+        return self._layer(blocks).steered(aux)
 
     def block_with(
         self, layer: Params, x: Float[Array, "B S D"], inputs: BlockInputs, attend: Attend
     ) -> tuple[Float[Array, "B S D"], Any]:
         """Return what `decoding.block_with` does for one layer, without dropout."""
-        return block_with(nnx.merge(self.block_graph, layer), x, inputs, attend)
+        return block_with(self._layer(layer), x, inputs, attend)
 
     def loss(self, params: Params, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
         """Return the summed cross-entropy in nats over the labels that are not -1."""
-        return nnx.merge(self.graph, params).loss(x, labels)
+        return self._whole(params).loss(x, labels)
 
     def row_losses(
         self, params: Params, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]
     ) -> Float[Array, "k B"]:
         """Return the cross-entropy in nats of each row, summed over its labels that are not -1."""
-        return nnx.merge(self.graph, params).row_losses(x, labels)
+        return self._whole(params).row_losses(x, labels)
 
     def logits(self, params: Params, x: Float[Array, "B s D"]) -> Float[Array, "B S V"]:
         """Return the logits of every position."""
-        return nnx.merge(self.graph, params).logits(x)
+        return self._whole(params).logits(x)
+
+    def _whole(self, params: Params) -> Decoder:
+        return nnx.merge(self.graph, modules_of(self.modules, params))
+
+    def _layer(self, layer: Params) -> Any:
+        return nnx.merge(self.block_graph, modules_of(self.modules["blocks"], layer))
 
 
 ModelT = TypeVar("ModelT", bound=Model | Foreign)
@@ -129,14 +138,16 @@ def describe(
     """
     module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0, adapters=0)))
     graph, state = nnx.split(module)
+    modules = nnx.to_pure_dict(state)
     axes = jax.tree.map(_axes, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
     exact = _marked(state, "exact")
     return Model(
         make,
         graph,
         nnx.graphdef(module.blocks),
-        _at_rest(nnx.to_pure_dict(state), dtype, lambda name: name in exact or bool(trained and trained(name))),
-        nnx.to_pure_dict(axes),
+        jax.tree.map(lambda _: None, modules),
+        _at_rest(parameters_of(modules), dtype, lambda name: name in exact or bool(trained and trained(name))),
+        parameters_of(nnx.to_pure_dict(axes)),
         _marked(state, "forward_only"),
         exact,
         module.blocks.aux_shapes,
@@ -162,7 +173,9 @@ def _marked(state: nnx.State, mark: str) -> frozenset[str]:
     marks = jax.tree.map(
         lambda p: p.get_metadata().get(mark, False), state, is_leaf=lambda p: isinstance(p, nnx.Variable)
     )
-    return frozenset(name_of(path) for path, marked in jax.tree.leaves_with_path(nnx.to_pure_dict(marks)) if marked)
+    return frozenset(
+        name_of(path) for path, marked in jax.tree.leaves_with_path(parameters_of(nnx.to_pure_dict(marks))) if marked
+    )
 
 
 def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model | Foreign:

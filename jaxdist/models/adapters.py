@@ -14,20 +14,24 @@ needs it, or it is a partial sum, as x W is. The gradient of the half that all d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxdist.config import ModelConfig, lora
-from jaxdist.config.lora_targets import ATTENTION, MLP, TARGETS
+from jaxdist.config.lora_targets import TARGETS
+from jaxdist.config.matmuls import AXES, FUSED, Matmul, matmuls_of
 from jaxdist.models.dropout import dropped, masks
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.parameters import constant, normal
+from jaxdist.models.projections import Column, Projection, Row
 from jaxdist.parallel import region
+from jaxdist.parallel.tensor import PRODUCT, einsum
 from jaxdist.sharding import LETTERS, Layout, LogicalAxes, wide
 
 FIRST_SITE = 2
@@ -46,6 +50,21 @@ class Shape:
     output_axes: LogicalAxes
     shared: str
     """The logical axis of the rank in the half that no mesh axis splits."""
+
+    @classmethod
+    def of(cls, matmul: Matmul, target: str) -> Shape:
+        """Return the shape of a pair beside the weight of `matmul`, or beside the piece of it that `target` names."""
+        (part,) = (part for part in matmul.parts if part.name == target)
+        sizes = {**matmul.sizes, FUSED: matmul.places(part)}
+        axes = dict(AXES)
+        if "K" in matmul.outputs:
+            axes["K"] = "kv_heads_of_queries" if "N" in part.outputs else "kv_heads_alone"
+
+        def of(letters: str) -> tuple[tuple[int, ...], LogicalAxes]:
+            return tuple(sizes[letter] for letter in letters), tuple(axes.get(letter) for letter in letters)
+
+        dims = f"BS{matmul.inputs},{matmul.inputs}R,R{matmul.outputs}->BS{matmul.outputs}"
+        return cls(dims, *of(matmul.inputs), *of(matmul.outputs), f"rank_of_{matmul.split}")
 
     @property
     def rank_axes(self) -> tuple[str, str]:
@@ -113,76 +132,66 @@ class LowRank(nnx.Module):
         return jnp.einsum(f"BSR,{b_dims}->{out}", low, b, preferred_element_type=accumulate).astype(x.dtype)
 
 
-class Adapters(nnx.Module):
-    """The pairs of attention, or of an MLP, by the names of their targets."""
+BlockT = TypeVar("BlockT", bound=nnx.Module)
+"""The block of a decoder."""
 
-    def __init__(
-        self, config: ModelConfig, layout: Layout, shapes: dict[str, Shape], columns: Sequence[str], rngs: nnx.Rngs
-    ):
-        """Make a pair for each adapted target of `shapes`; `columns` lie fused, in this order."""
-        self.columns = tuple(columns)
-        self.dim = shapes[columns[0]].dims.split("->")[1].find("C")
-        for target, shape in shapes.items():
-            if target in lora.adapted(config):
-                setattr(self, target, LowRank(config, layout, target, shape, rngs))
 
-    def onto(
-        self, y: Float[Array, "B S ..."], x: Float[Array, "B S D"], inputs: BlockInputs
-    ) -> Float[Array, "B S ..."]:
-        """Return `y`, the product of x and the fused weight, plus what the pairs make of x.
+class AdaptedColumn(Column):
+    """A column-parallel projection with a pair for some of the pieces of its weight, under the names of these."""
 
-        The pieces lie along C: one place each, but for the first one, which has the rest.
-        """
-        if len(self.columns) == 1:
-            pair = getattr(self, self.columns[0], None)
-            return y if pair is None else y + pair(x, inputs)
-        others = len(self.columns) - 1
-        dim = self.dim
-        sizes = (y.shape[dim] - others, *(1 for _ in range(others)))
-        parts = []
-        for target, part in zip(self.columns, jax.lax.split(y, sizes, axis=dim), strict=True):
+    def __init__(self, inner: Projection, matmul: Matmul, pairs: dict[str, LowRank]):
+        self.layout = inner.layout
+        self.dims = inner.dims
+        self.split = inner.split
+        self.weight = inner.weight
+        self.pieces = tuple(part.name for part in matmul.parts)
+        self.others = tuple(matmul.places(part) for part in matmul.parts[1:])
+        self.fused = self.dims.split("->")[1].find(FUSED)
+        for target, pair in pairs.items():
+            setattr(self, target, pair)
+
+    def multiply(self, x: Float[Array, "B S D"], w: Float[Array, "..."], inputs: BlockInputs) -> Float[Array, "..."]:
+        """Return the product with the weight, plus what the pairs make of `x`."""
+        y = super().multiply(x, w, inputs)
+        pieces = [y]
+        if self.others:
+            # The first piece has the rest: where key/value heads are dealt out, a device has fewer queries of each.
+            first = y.shape[self.fused] - sum(self.others)
+            pieces[:] = jax.lax.split(y, (first, *self.others), axis=self.fused)
+        found = []
+        for target, piece in zip(self.pieces, pieces, strict=True):
             pair = getattr(self, target, None)
-            parts.append(part if pair is None else part + pair(x, inputs))
-        return jnp.concatenate(parts, axis=dim)
-
-    def of_rows(self, target: str, x: Float[Array, "B S ..."], inputs: BlockInputs) -> Float[Array, "B S D"] | None:
-        """Return what the pair beside a weight with split rows adds, as partial sums; None if there is no pair."""
-        pair = getattr(self, target, None)
-        return None if pair is None else pair(x, inputs)
+            found.append(piece if pair is None else piece + pair(x, inputs))
+        y = found[0] if len(found) == 1 else jnp.concatenate(found, axis=self.fused)
+        # Named too, so that a layer that keeps its products need not add to them again.
+        return checkpoint_name(y, PRODUCT)
 
 
-def attention_adapters(config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> Adapters | None:
-    """Return the adapters of attention; None where none of its weights has one."""
-    if not set(ATTENTION) & set(lora.adapted(config)):
-        return None
-    size = config.head_size
-    group = config.heads // config.key_value_heads
+class AdaptedRow(Row):
+    """A row-parallel projection with a pair, under the name of its weight; they make partial sums together."""
 
-    def of_heads(dims: str, outputs: tuple[int, ...], axes: LogicalAxes) -> Shape:
-        return Shape(dims, (config.embed,), ("embed",), outputs, axes, "rank_of_heads")
+    def __init__(self, inner: Projection, matmul: Matmul, pairs: dict[str, LowRank]):
+        self.layout = inner.layout
+        self.dims = inner.dims
+        self.split = inner.split
+        self.weight = inner.weight
+        ((self.target, pair),) = pairs.items()
+        setattr(self, self.target, pair)
 
-    if config.traits.grouped:
-        dims = "BSD,DR,RKCH->BSKCH"
-        heads = config.key_value_heads
-        queries = of_heads(dims, (heads, group, size), ("kv_heads_of_queries", None, None))
-        alone = of_heads(dims, (heads, 1, size), ("kv_heads_alone", None, None))
-    else:
-        queries = alone = of_heads("BSD,DR,RCNH->BSCNH", (1, config.heads, size), (None, "heads", None))
-    out = Shape("BSNH,NHR,RD->BSD", (config.heads, size), ("heads", None), (config.embed,), ("embed",), "rank_of_heads")
-    shapes = {"q_proj": queries, "k_proj": alone, "v_proj": alone, "o_proj": out}
-    return Adapters(config, layout, shapes, ("q_proj", "k_proj", "v_proj"), rngs)
+    def multiply(self, x: Float[Array, "B S ..."], w: Float[Array, "..."], inputs: BlockInputs) -> Float[Array, "..."]:
+        """Return the product with the weight, plus what the pair makes of `x`."""
+        return einsum(self.layout, self.dims, x, w, getattr(self, self.target)(x, inputs))
 
 
-def mlp_adapters(config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> Adapters | None:
-    """Return the adapters of an MLP; None where none of its weights has one."""
-    if not set(MLP) & set(lora.adapted(config)):
-        return None
-    width = config.mlp_size
-    embed = (config.embed,)
-    columns: tuple[str, ...] = ("up_proj",)
-    up = Shape("BSD,DR,RF->BSF", embed, ("embed",), (width,), ("mlp",), "rank_of_mlp")
-    if config.traits.gated:
-        columns = ("gate_proj", "up_proj")
-        up = Shape("BSD,DR,RCF->BSCF", embed, ("embed",), (1, width), (None, "mlp"), "rank_of_mlp")
-    down = Shape("BSF,FR,RD->BSD", (width,), ("mlp",), embed, ("embed",), "rank_of_mlp")
-    return Adapters(config, layout, {**dict.fromkeys(columns, up), "down_proj": down}, columns, rngs)
+def adapt(block: BlockT, config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> BlockT:
+    """Put pairs around the projections of `block` that have targets of adapters, and return it."""
+    adapted = lora.adapted(config)
+    for matmul in matmuls_of(config).values():
+        names = [part.name for part in matmul.parts if matmul.adaptable and part.name in adapted]
+        if not names:
+            continue
+        pairs = {name: LowRank(config, layout, name, Shape.of(matmul, name), rngs) for name in names}
+        owner, name = matmul.path.split(".")
+        around = AdaptedColumn if matmul.is_column else AdaptedRow
+        setattr(getattr(block, owner), name, around(getattr(getattr(block, owner), name), matmul, pairs))
+    return block

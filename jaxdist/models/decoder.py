@@ -9,6 +9,8 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxdist.config import ModelConfig
+from jaxdist.models.adapters import adapt
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.loss import cross_entropy, row_losses
 from jaxdist.parallel.tensor import einsum, enter
@@ -38,10 +40,17 @@ class DecoderBlock(nnx.Module):
         return {}
 
 
+def stacked(
+    make: Callable[[nnx.Rngs], DecoderBlock], config: ModelConfig, layout: Layout, rngs: nnx.Rngs
+) -> DecoderBlock:
+    """Return the blocks of all layers, each made by `make` and adapted, stacked on a leading L."""
+    return jax.vmap(lambda rngs: adapt(make(rngs), config, layout, rngs))(rngs.split(config.layers))
+
+
 class Decoder(nnx.Module):
     """A decoder as `embed`, `blocks` (all layers, stacked on a leading L) and `loss` or `logits`, to run in this order.
 
-    A model sets the attributes below and adds `embed(tokens, inputs)`.
+    A model sets the attributes below and offers `embed`.
     """
 
     layout: Layout
@@ -52,6 +61,10 @@ class Decoder(nnx.Module):
     norm: nnx.Module
     output: nnx.Param | None
     """The output projection; None where the embedding table serves as one."""
+
+    def embed(self, tokens: Int[Array, "B S"], inputs: BlockInputs) -> Float[Array, "B s D"]:
+        """Return the residual stream before the first block."""
+        raise NotImplementedError
 
     def loss(self, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
         """Return the summed cross-entropy in nats over the labels that are not -1."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
-from jaxdist.models.decoder import Aux, Decoder, DecoderBlock
+from jaxdist.models.decoder import Aux, Decoder, DecoderBlock, stacked
 from jaxdist.models.dropout import dropout
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.layers import MLP, Attention, LayerNorm
@@ -44,7 +43,7 @@ class GPT(Decoder):
         self.rate = config.dropout
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
         self.positions = weight(rngs, (config.position_rows, config.embed), (POSITIONS, "embed"), 0.01)
-        self.blocks = jax.vmap(lambda rngs: Block(config, layout, rngs))(rngs.split(config.layers))
+        self.blocks = stacked(lambda rngs: Block(config, layout, rngs), config, layout, rngs)
         self.norm = LayerNorm(config.embed, config.norm_eps)
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 

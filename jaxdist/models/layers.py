@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
 from jaxdist.config.matmuls import matmuls_of
-from jaxdist.models.adapters import Adapters, attention_adapters, mlp_adapters
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
-from jaxdist.models.parameters import bias_of, constant, weight_of
-from jaxdist.parallel.tensor import PRODUCT, einsum, enter, mean_over_heads
+from jaxdist.models.parameters import bias_of, constant
+from jaxdist.models.projections import Column, Row, recomputed
+from jaxdist.parallel.tensor import mean_over_heads
 from jaxdist.sharding import Layout, spread, wide
-
-recomputed = partial(jax.checkpoint, prevent_cse=False)
-"""Activation checkpointing (remat) of cheap functions: only their inputs are kept, and the backward pass recomputes the
-rest. That takes less time than writing it to memory and reading it back, and saves half of the memory."""
 
 
 class LayerNorm(nnx.Module):
@@ -70,34 +64,6 @@ def _rms_norm(eps: float, x: jax.Array, scale: jax.Array) -> jax.Array:
     return (y * spread(scale, y)).astype(x.dtype)
 
 
-def column(
-    layout: Layout,
-    logical: str,
-    dims: str,
-    x: Float[Array, "B s D"],
-    w: Float[Array, "D ..."],
-    adapters: Adapters | None = None,
-    inputs: BlockInputs = NO_INPUTS,
-) -> Float[Array, "B S ..."]:
-    """Multiply the residual stream by a weight whose columns are split along `logical` (column-parallel).
-
-    Only `x` is kept, as it lies on the residual stream. Where that is split along the sequence, the backward pass
-    gathers it again (Korthikanti et al. 2022, section 4.2.2); nothing needs the result again. `adapters` add to the
-    pieces of the weight, which lie along C.
-    """
-
-    @recomputed
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        entered = enter(layout, x, logical)
-        y = einsum(layout, dims, entered, w)
-        if adapters is None:
-            return y
-        # Named too, so that a layer that keeps its products need not add to them again.
-        return checkpoint_name(adapters.onto(y, entered, inputs), PRODUCT)
-
-    return product(x, w)
-
-
 class CausalAttention(nnx.Module):
     """What both kinds of attention do: queries, keys and values of all heads, attention, the residual stream again.
 
@@ -106,8 +72,7 @@ class CausalAttention(nnx.Module):
 
     layout: Layout
     window: int
-    out: nnx.Param
-    lora: Adapters | None
+    out: Row
 
     def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs) -> Float[Array, "B s D"]:
         """Return the output of all heads on the residual stream."""
@@ -122,8 +87,7 @@ class CausalAttention(nnx.Module):
 
     def contract(self, out: Float[Array, "B S N H"], inputs: BlockInputs) -> Float[Array, "B s D"]:
         """Contract what the heads have found back onto the residual stream."""
-        beside = None if self.lora is None else self.lora.of_rows("o_proj", out, inputs)
-        return einsum(self.layout, "BSNH,NHD->BsD", out, self.out[...], beside)
+        return self.out(out, inputs)
 
 
 class Attention(CausalAttention):
@@ -133,17 +97,16 @@ class Attention(CausalAttention):
         matmuls = matmuls_of(config)
         self.layout = layout
         self.window = config.window
-        self.qkv = weight_of(rngs, matmuls["attention.qkv"])
+        self.qkv = Column(layout, rngs, matmuls["attention.qkv"])
         self.qkv_bias = bias_of(matmuls["attention.qkv"])
-        self.out = weight_of(rngs, matmuls["attention.out"])
+        self.out = Row(layout, rngs, matmuls["attention.out"])
         self.out_bias = bias_of(matmuls["attention.out"])
-        self.lora = attention_adapters(config, layout, rngs)
 
     def heads(
         self, x: Float[Array, "B s D"], inputs: BlockInputs
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         """Return queries, keys and values; positions do not enter here."""
-        qkv = column(self.layout, "heads", "BSD,DCNH->BSCNH", x, self.qkv[...], self.lora, inputs)
+        qkv = self.qkv(x, inputs)
         qkv = qkv + spread(self.qkv_bias[...], qkv)
         # [B, S, 3, N, H] -> three times [B, S, N, H]
         q, k, v = (qkv[:, :, i] for i in range(3))
@@ -170,20 +133,19 @@ class GroupedAttention(CausalAttention):
         self.frequencies = tuple(config.rope.frequencies(config.rope_theta, size))
         self.attention_factor = config.rope.attention_factor
         self.window = config.window
-        self.qkv = weight_of(rngs, matmuls["attention.qkv"])
+        self.qkv = Column(layout, rngs, matmuls["attention.qkv"])
         self.qkv_bias = bias_of(matmuls["attention.qkv"]) if matmuls["attention.qkv"].bias else None
         of_head = config.qk_norm == "head"
         self.q_norm = RMSNorm(size, config.norm_eps, "head_norm") if of_head else None
         self.k_norm = RMSNorm(size, config.norm_eps, "head_norm") if of_head else None
         self.qk_norm = FullNorm(config, layout) if config.qk_norm == "full" else None
-        self.out = weight_of(rngs, matmuls["attention.out"])
-        self.lora = attention_adapters(config, layout, rngs)
+        self.out = Row(layout, rngs, matmuls["attention.out"])
 
     def heads(
         self, x: Float[Array, "B s D"], inputs: BlockInputs
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         """Return queries, keys and values; queries and keys are turned by their positions."""
-        qkv = column(self.layout, "heads", "BSD,DKCH->BSKCH", x, self.qkv[...], self.lora, inputs)
+        qkv = self.qkv(x, inputs)
         if self.qkv_bias is not None:
             qkv = qkv + spread(self.qkv_bias[...], qkv)
         # [B, S, K, G + 2, H] -> queries [B, S, K, G, H], keys and values [B, S, K, 1, H]
@@ -316,46 +278,21 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         matmuls = matmuls_of(config)
         self.layout = layout
-        self.up = weight_of(rngs, matmuls["mlp.up"])
+        self.up = Column(layout, rngs, matmuls["mlp.up"])
         self.up_bias = bias_of(matmuls["mlp.up"])
-        self.down = weight_of(rngs, matmuls["mlp.down"])
+        self.down = Row(layout, rngs, matmuls["mlp.down"])
         # It only shifts the output of a block, so ZeRO 3 (FSDP) does not gather it again in the backward pass.
         self.down_bias = bias_of(matmuls["mlp.down"], forward_only=True)
-        self.lora = mlp_adapters(config, layout, rngs)
 
     def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
         """Return gelu(x up + up_bias) down + down_bias."""
-        h = column(self.layout, "mlp", "BSD,DF->BSF", x, self.up[...], self.lora, inputs)
+        h = self.up(x, inputs)
 
         def activated(h: jax.Array, bias: jax.Array) -> jax.Array:
             return gelu(h + spread(bias, h))
 
-        out = row(self.layout, activated, (h, self.up_bias[...]), self.down[...], self.lora, inputs)
+        out = self.down.after(activated, (h, self.up_bias[...]), inputs)
         return out + spread(self.down_bias[...], out)
-
-
-def row(
-    layout: Layout,
-    activated: Callable[..., jax.Array],
-    of: Sequence[jax.Array],
-    down: jax.Array,
-    adapters: Adapters | None,
-    inputs: BlockInputs,
-) -> jax.Array:
-    """Multiply `activated(*of)` by a weight whose rows are split, back onto the residual stream (row-parallel).
-
-    Of the arrays of width F only those of `of` are kept. The matmul itself is not recomputed: nothing needs its result.
-    `adapters` add to it.
-    """
-
-    @recomputed
-    def product(*arrays: jax.Array) -> jax.Array:
-        *of, down = arrays
-        a = activated(*of)
-        beside = None if adapters is None else adapters.of_rows("down_proj", a, inputs)
-        return einsum(layout, "BSF,FD->BsD", a, down, beside)
-
-    return product(*of, down)
 
 
 class SwiGLU(nnx.Module):
@@ -364,15 +301,14 @@ class SwiGLU(nnx.Module):
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         matmuls = matmuls_of(config)
         self.layout = layout
-        self.gate_up = weight_of(rngs, matmuls["mlp.gate_up"])
-        self.down = weight_of(rngs, matmuls["mlp.down"])
-        self.lora = mlp_adapters(config, layout, rngs)
+        self.gate_up = Column(layout, rngs, matmuls["mlp.gate_up"])
+        self.down = Row(layout, rngs, matmuls["mlp.down"])
 
     def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
         """Return (silu(x gate) * x up) down."""
-        h = column(self.layout, "mlp", "BSD,DCF->BSCF", x, self.gate_up[...], self.lora, inputs)
+        h = self.gate_up(x, inputs)
 
         def gated(h: jax.Array) -> jax.Array:
             return jax.nn.silu(h[:, :, 0]) * h[:, :, 1]
 
-        return row(self.layout, gated, (h,), self.down[...], self.lora, inputs)
+        return self.down.after(gated, (h,), inputs)

@@ -5,12 +5,11 @@ Pre-norm blocks of RMSNorm, rotary positions, grouped-query attention and SwiGLU
 
 from __future__ import annotations
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
-from jaxdist.models.decoder import Aux, Decoder, DecoderBlock
+from jaxdist.models.decoder import Aux, Decoder, DecoderBlock, stacked
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.layers import GroupedAttention, RMSNorm, SwiGLU
 from jaxdist.models.parameters import weight
@@ -48,7 +47,7 @@ class Llama(Decoder):
         self.layout = layout
         self.vocab = config.vocab
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
-        self.blocks = jax.vmap(lambda rngs: self.block_type(config, layout, rngs))(rngs.split(config.layers))
+        self.blocks = stacked(lambda rngs: self.block_type(config, layout, rngs), config, layout, rngs)
         self.norm = RMSNorm(config.embed, config.norm_eps)
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 

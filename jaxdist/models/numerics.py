@@ -242,8 +242,8 @@ def _swiglu(
 ) -> Array:
     mlp_size, embed = down.shape
     mlp = SwiGLU(ModelConfig(family="llama", embed=embed, mlp=mlp_size), layout, nnx.Rngs(0))
-    mlp.gate_up = nnx.Param(gate_up)
-    mlp.down = nnx.Param(down)
+    mlp.gate_up.weight = nnx.Param(gate_up)
+    mlp.down.weight = nnx.Param(down)
     return mlp(x)
 
 

@@ -1,0 +1,116 @@
+"""Projections: the weights of a layer that multiply tokens, column-parallel or row-parallel (Megatron-LM).
+
+Among the parameters a projection stands under its own name: "mlp.up" is the weight of the projection `up` of `mlp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxdist.config import lora
+from jaxdist.config.matmuls import Matmul
+from jaxdist.models.inputs import NO_INPUTS, BlockInputs
+from jaxdist.models.parameters import weight_of
+from jaxdist.parallel.tensor import einsum, enter
+from jaxdist.sharding import Layout
+
+recomputed = partial(jax.checkpoint, prevent_cse=False)
+"""Activation checkpointing (remat) of cheap functions: only their inputs are kept, and the backward pass recomputes the
+rest. That takes less time than writing it to memory and reading it back, and saves half of the memory."""
+
+WEIGHT = "weight"
+"""The name of a projection's own array."""
+
+
+class Projection(nnx.Module):
+    """A weight with its einsum."""
+
+    def __init__(self, layout: Layout, rngs: nnx.Rngs, matmul: Matmul):
+        self.layout = layout
+        self.dims = matmul.dims
+        self.split = matmul.split
+        self.weight = weight_of(rngs, matmul)
+
+    def multiply(self, x: Float[Array, "B S ..."], w: Float[Array, "..."], inputs: BlockInputs) -> Float[Array, "..."]:
+        """Return the product of `x` with the weight, which `w` holds."""
+        return einsum(self.layout, self.dims, x, w)
+
+
+class Column(Projection):
+    """A weight whose columns are split: it multiplies the residual stream."""
+
+    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B S ..."]:
+        """Return the product of the residual stream with the weight.
+
+        Only `x` is kept, as it lies on the residual stream. Where that is split along the sequence, the backward pass
+        gathers it again (Korthikanti et al. 2022, section 4.2.2); nothing needs the result again.
+        """
+
+        @recomputed
+        def product(x: jax.Array, w: jax.Array) -> jax.Array:
+            return self.multiply(enter(self.layout, x, self.split), w, inputs)
+
+        return product(x, self.weight[...])
+
+
+class Row(Projection):
+    """A weight whose rows are split: its product goes back onto the residual stream."""
+
+    def __call__(self, x: Float[Array, "B S ..."], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
+        """Return the product of `x` with the weight."""
+        return self.multiply(x, self.weight[...], inputs)
+
+    def after(
+        self, activated: Callable[..., jax.Array], of: Sequence[jax.Array], inputs: BlockInputs = NO_INPUTS
+    ) -> Float[Array, "B s D"]:
+        """Return the product of `activated(*of)` with the weight.
+
+        Of the arrays of width F only those of `of` are kept. The matmul itself is not recomputed: nothing needs its
+        result.
+        """
+
+        @recomputed
+        def product(*arrays: jax.Array) -> jax.Array:
+            *of, w = arrays
+            return self.multiply(activated(*of), w, inputs)
+
+        return product(*of, self.weight[...])
+
+
+def parameters_of(modules: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of nested modules by their names: a projection's weight in the place of the projection.
+
+    What stands beside the weights of a module is under one name, `lora.ADAPTERS`.
+    """
+    found: dict[str, Any] = {}
+    for name, part in modules.items():
+        if not isinstance(part, dict):
+            found[name] = part
+        elif WEIGHT in part:
+            found[name] = part[WEIGHT]
+            beside = {target: pair for target, pair in part.items() if target != WEIGHT}
+            if beside:
+                found.setdefault(lora.ADAPTERS, {}).update(beside)
+        else:
+            found[name] = parameters_of(part)
+    return found
+
+
+def modules_of(like: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
+    """Undo `parameters_of`, for modules that are nested as those of `like`."""
+    found: dict[str, Any] = {}
+    for name, part in like.items():
+        if not isinstance(part, dict):
+            found[name] = parameters[name]
+        elif WEIGHT in part:
+            beside = {target: parameters[lora.ADAPTERS][target] for target in part if target != WEIGHT}
+            found[name] = {WEIGHT: parameters[name], **beside}
+        else:
+            found[name] = modules_of(part, parameters[name])
+    return found
