@@ -51,7 +51,7 @@ def cost(experts: int, per_token: int) -> Cost:
     x = jax.ShapeDtypeStruct((1, TOKENS, config.embed), jnp.float32)
 
     def passes(weights, x, dy):
-        y, vjp = jax.vjp(lambda weights, x: nnx.merge(graph, weights)(x), weights, x)
+        y, vjp, _ = jax.vjp(lambda weights, x: nnx.merge(graph, weights)(x), weights, x, has_aux=True)
         return y, vjp(dy)
 
     with jax.set_mesh(mesh):
