@@ -76,7 +76,6 @@ def one_device(model: str, apart: bool) -> cases.Outcome:
     return outcome
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("row", ROWS)
 def test_equals_one_device(row):
     name, mesh, options = ROWS[row]
