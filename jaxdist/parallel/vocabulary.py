@@ -88,9 +88,9 @@ def of_tables(f: Callable[[Any], Any], tree: Tree) -> Tree:
     """Apply `f` to everything that belongs to a table of the vocabulary, and leave the rest as it is."""
 
     def apply(path: tuple[Any, ...], a: Any) -> Any:
-        # An optimizer state wraps the names of parameters in its own, which are no dict keys.
+        # An optimizer state wraps the names of parameters in its own, and so does what a crossing saves.
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        return f(a) if len(names) == 1 and names[0] in TABLES else a
+        return f(a) if names and names[-1] in TABLES else a
 
     return jax.tree.map_with_path(apply, tree)
 

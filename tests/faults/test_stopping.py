@@ -24,15 +24,16 @@ Run.compile = slow
 """
 
 SLOW_VALIDATION = """
-evaluate = Run._evaluate
+from jaxdist.training.engine import Engine
+evaluate = Engine._evaluate
 class Slow:
     def __get__(self, run, _):
         print("VALIDATING", flush=True)
         time.sleep(0.5)
-        return evaluate.__get__(run, Run)
+        return evaluate.__get__(run, Engine)
     def __set__(self, *_):  # so that it is asked each time
         raise AttributeError
-Run._evaluate = Slow()
+Engine._evaluate = Slow()
 """
 
 SLOW_SAVE = """
