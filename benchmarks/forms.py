@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from work import EMBED, HEADS, LAYERS, ROWS, SEQUENCE, VOCAB
 
 from jaxdist.bench.measuring import Timed, measure_together
-from jaxdist.models import decoder, layers
+from jaxdist.models import decoder, layers, projections
 from jaxdist.request import load
 from jaxdist.training.run import Run
 
@@ -58,15 +58,15 @@ def unwrapped(*names: str) -> list[tuple[object, str, Callable]]:
     return [(layers, name, getattr(layers, name).__wrapped__) for name in names]
 
 
-def not_recomputing(name: str) -> tuple[object, str, Callable]:
-    """The same of a function that wraps a part of itself when it is called."""
-    original = getattr(layers, name)
+def not_recomputing(kind: type, name: str) -> tuple[object, str, Callable]:
+    """The same of a method that wraps a part of itself when it is called."""
+    original = getattr(kind, name)
 
     def call(*args, **options):
-        with patch.object(layers, "recomputed", lambda product: product):
+        with patch.object(projections, "recomputed", lambda product: product):
             return original(*args, **options)
 
-    return layers, name, call
+    return kind, name, call
 
 
 FORMS: dict[str, list[tuple[object, str, Callable]]] = {
@@ -75,11 +75,11 @@ FORMS: dict[str, list[tuple[object, str, Callable]]] = {
     "cross-entropy": [(decoder, "cross_entropy", plain_loss)],
     "norms": unwrapped("_layer_norm", "_rms_norm"),
     "MLP": [
-        not_recomputing("row"),
+        not_recomputing(projections.Row, "after"),
         (layers, "gelu", lambda x: jax.nn.gelu(x, approximate=True)),
     ],
     "rotary positions": [(layers, "rotary", plain_rotary)],
-    "columns": [not_recomputing("column")],
+    "columns": [not_recomputing(projections.Column, "__call__")],
 }
 """What each is exchanged for: (module, name, plain form)."""
 
