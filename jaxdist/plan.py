@@ -13,7 +13,7 @@ from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import RequestError
 from jaxdist.config.values import MOST_DEVICES, Devices, FileName, Suggested
 from jaxdist.files import write_whole
-from jaxdist.mesh import fill, parse_mesh
+from jaxdist.mesh import crossing, fill, parse_mesh
 from jaxdist.planning.hardware import PRESETS
 from jaxdist.request import DEFAULT, Extra, arguments, check_output, check_picture, load, run, to_toml
 from jaxdist.request.numbers import as_list, numbers
@@ -30,19 +30,8 @@ DESCRIPTION = (
 Counts = Annotated[str, AfterValidator(numbers("numbers of devices", 1, MOST_DEVICES, "16,32,64"))]
 ClusterName = Annotated[FileName, Suggested(PRESETS)]
 
-KNOBS = (
-    "precision",
-    "init_from",
-    "model",
-    "optimizer",
-    "train.global_batch_size",
-    "train.local_steps",
-    "parallel.gradient_compression",
-    "parallel.compression_density",
-    "parallel.compression_rank",
-    "parallel.delayed_gradients",
-)
-"""The knobs that a plan reads. Some of `parallel`, and local steps, change the loss: a search takes them as given."""
+KNOBS = ("precision", "init_from", "model", "optimizer", "train.global_batch_size", *crossing.KNOBS)
+"""The knobs that a plan reads. What crosses the replicas changes the loss: a search takes it as given."""
 
 EXTRAS = [
     Extra("devices", 8, "Number of devices.", Devices),

@@ -1,7 +1,7 @@
 """The weights of a layer that multiply tokens, each described once. No jax here.
 
 Models make their parameters from these rows. Counts of parameters and FLOPs, low-rank adapters, the tables of Hugging
-Face, predictions of memory and time and optimizers read them. A model that multiplies by other weights gets its rows
+Face, and predictions of memory, traffic and time read them. A model that multiplies by other weights gets its rows
 here, and its own way of using them in `models/`.
 
 The letters of dims: D is the residual stream, N the query heads, K the heads of keys and values, G the query heads that

@@ -19,6 +19,9 @@ SECTIONS = {
 }
 """The knobs that choose what crosses the replicas, by their sections: with other values the loss is another."""
 
+KNOBS = tuple(f"{section}.{name}" for section, names in SECTIONS.items() for name in names)
+"""The same by their dotted names."""
+
 
 @dataclass(frozen=True)
 class Sums:

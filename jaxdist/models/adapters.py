@@ -140,10 +140,7 @@ class AdaptedColumn(Column):
     """A column-parallel projection with a pair for some of the pieces of its weight, under the names of these."""
 
     def __init__(self, inner: Projection, matmul: Matmul, pairs: dict[str, LowRank]):
-        self.layout = inner.layout
-        self.dims = inner.dims
-        self.split = inner.split
-        self.weight = inner.weight
+        self.take_over(inner)
         self.pieces = tuple(part.name for part in matmul.parts)
         self.others = tuple(matmul.places(part) for part in matmul.parts[1:])
         self.fused = self.dims.split("->")[1].find(FUSED)
@@ -171,10 +168,7 @@ class AdaptedRow(Row):
     """A row-parallel projection with a pair, under the name of its weight; they make partial sums together."""
 
     def __init__(self, inner: Projection, matmul: Matmul, pairs: dict[str, LowRank]):
-        self.layout = inner.layout
-        self.dims = inner.dims
-        self.split = inner.split
-        self.weight = inner.weight
+        self.take_over(inner)
         ((self.target, pair),) = pairs.items()
         setattr(self, self.target, pair)
 

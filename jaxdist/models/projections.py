@@ -37,6 +37,13 @@ class Projection(nnx.Module):
         self.split = matmul.split
         self.weight = weight_of(rngs, matmul)
 
+    def take_over(self, inner: Projection) -> None:
+        """Become the same projection as `inner`."""
+        self.layout = inner.layout
+        self.dims = inner.dims
+        self.split = inner.split
+        self.weight = inner.weight
+
     def multiply(self, x: Float[Array, "B S ..."], w: Float[Array, "..."], inputs: BlockInputs) -> Float[Array, "..."]:
         """Return the product of `x` with the weight, which `w` holds."""
         return einsum(self.layout, self.dims, x, w)

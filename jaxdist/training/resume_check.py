@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxdist.config import Config, leaves
+from jaxdist.mesh import crossing
 from jaxdist.request.reading import usual_warmup
 
 FREE_ON_RESUME = (
@@ -26,14 +27,6 @@ FREE_ON_RESUME = (
 
 PipeDream's updates depend on stages and on when the pipeline is drained. There, `pipeline`, and how often a run
 validates or saves, change what is learned; with `parallel.delayed_gradients`, that and whether there are replicas."""
-
-NEVER_FREE = (
-    "parallel.gradient_compression",
-    "parallel.compression_density",
-    "parallel.compression_rank",
-    "parallel.delayed_gradients",
-)
-"""Keys of free sections that change what is learned all the same."""
 
 STEPS = "train.steps"
 WARMUP = "optimizer.warmup"
@@ -116,7 +109,7 @@ def _warmup_is_derived(config: Config) -> bool:
 
 
 def _free_on_resume(name: str) -> bool:
-    if name in NEVER_FREE:
+    if name in crossing.KNOBS:
         return False
     section = name.split(".")[0]
     return name in FREE_ON_RESUME or section in FREE_ON_RESUME
