@@ -1,15 +1,19 @@
 """The rows that describe a layer's weights, against the parameters of the models themselves."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxdist import models
 from jaxdist.config import ModelConfig
 from jaxdist.config.matmuls import matmuls_of
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.planning.activations import saved_per_token
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.request import load
 from jaxdist.request.reading import SHIPPED
-from jaxdist.sharding import name_of
+from jaxdist.sharding import ONE_DEVICE, name_of
+from jaxdist.training.forward.remat import recompute
 
 FLOPS = {
     "gpt2_124m": 798_031_872,
@@ -39,6 +43,8 @@ FLOPS = {
 }
 """FLOPs of a token in each shipped decoder."""
 
+ROWS = 7
+
 TINY = dict(layers=2, embed=32, heads=4, vocab=96, sequence=16)
 
 KINDS = {
@@ -61,6 +67,21 @@ def test_every_matrix_and_bias_of_a_layer_has_a_row(kind):
     biases = {name: shape for name, shape in layer.items() if name.endswith("_bias")}
     assert matrices == {path: matmul.shape for path, matmul in matmuls.items()}
     assert biases == {f"{path}_bias": matmul.bias_shape for path, matmul in matmuls.items() if matmul.bias}
+
+
+@pytest.mark.parametrize("remat", ["block", "dots", "named"])
+@pytest.mark.parametrize("kind", ["gpt", "llama", "grouped"])
+def test_a_layer_keeps_what_its_rows_say(kind, remat):
+    """The arrays with a dim for the rows in the pullback of a layer, of a number of rows that no weight has."""
+    config = ModelConfig(**TINY, **KINDS[kind] | dict(qk_norm="none"))
+    model = models.build(config)
+    w = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), model.abstract["blocks"])
+    x = jax.ShapeDtypeStruct((ROWS, config.sequence, config.embed), jnp.float32)
+    layer = recompute(remat)(lambda w, x: model.block(w, x)[0])
+    with jax.set_mesh(make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])):
+        pullback = jax.eval_shape(lambda w, x: jax.vjp(layer, w, x)[1], w, x)
+    kept = sum(a.size for a in jax.tree.leaves(pullback) if a.shape[:1] == (ROWS,))
+    assert kept == ROWS * config.sequence * saved_per_token(config, ONE_DEVICE, remat)
 
 
 def test_the_shipped_decoders_have_the_flops_that_they_had():

@@ -122,6 +122,16 @@ def test_a_step_reports_means_over_tokens_and_layers_and_the_fullest_expert():
     assert metrics.further["dispatch_rounds"] >= 1
 
 
+@pytest.mark.slow
+def test_the_padding_of_a_stage_is_no_part_of_what_a_step_reports():
+    """Of three layers on two stages: the second has padding in place of another one."""
+    reports = []
+    for knobs in (dict(mesh="1x1x1"), dict(mesh="1x1x2", pipeline__microbatches="2")):
+        _, _, _, metrics = first_step(made(model__layers="3", **knobs))
+        reports.append({name: float(metrics.further[name]) for name in REPORTED if name != "dispatch_rounds"})
+    assert reports[1] == pytest.approx(reports[0], rel=1e-5)
+
+
 def test_the_loss_of_a_step_and_of_an_evaluation_is_the_cross_entropy_alone():
     run = made(mesh="1x1x1")
     *_, metrics = on_one_device()
