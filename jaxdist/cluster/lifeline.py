@@ -1,6 +1,6 @@
 """The lifeline: processes that `launch local` started end when their launcher is gone.
 
-Without it nobody would stop them or start them again. The launcher holds one end of a pipe to which no process writes,
+Without it they would not be stopped or started again. The launcher holds one end of a pipe to which no process writes,
 and its processes read from the other end: they see the end of the file when the launcher has ended, in whatever way.
 """
 

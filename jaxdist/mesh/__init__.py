@@ -182,7 +182,7 @@ def describe(shape: Mapping[str, int]) -> str:
 
 
 def device_order(sites: int) -> tuple[str, ...]:
-    """Return the axes in the order in which they are laid over the devices of so many sites, outermost first."""
+    """Return the axes in the order in which they are laid over the devices of a number of sites, outermost first."""
     return AXES_OVER_SITES if sites > 1 else AXES
 
 
@@ -208,7 +208,7 @@ def axes_across(places: np.ndarray) -> list[str]:
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], sites: int = 1) -> jax.sharding.Mesh:
-    """Return the mesh of `shape` over `devices`, which lie in so many sites, in the order of `device_order`.
+    """Return the mesh of `shape` over `devices`, which lie in `sites` sites, in the order of `device_order`.
 
     The axes of the mesh itself are always in the order of `AXES`, and Explicit: the layout of an array is part of its
     type. Programs and checkpoints are therefore the same whatever the number of sites.

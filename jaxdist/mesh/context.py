@@ -83,7 +83,7 @@ def ring_bytes(elements: int, ranks: int, width: int) -> int:
 
 
 def ulysses_elements(tokens: int, heads: Heads, head_size: int, ranks: int) -> int:
-    """Return the elements that a device with so many `tokens` exchanges for Ulysses in one pass of a layer.
+    """Return the elements that a device exchanges for its `tokens` in one pass of a layer, for Ulysses.
 
     Queries, keys and values go out, and the result comes back; in the backward pass their gradients do the opposite.
     A device keeps 1 / `ranks` of them for itself.
@@ -92,7 +92,7 @@ def ulysses_elements(tokens: int, heads: Heads, head_size: int, ranks: int) -> i
 
 
 def ulysses_bytes(tokens: int, heads: Heads, head_size: int, ranks: int, width: int) -> int:
-    """Return the bytes that a device with so many `tokens` sends for Ulysses in both passes of a layer."""
+    """Return the bytes that a device sends for its `tokens` in both passes of a layer, for Ulysses."""
     return 2 * ulysses_elements(tokens, heads, head_size, ranks) * width * (ranks - 1) // ranks
 
 

@@ -29,7 +29,7 @@ def own_rows(batch: int, micro_batches: Count, ranks: Count) -> Count:
 
 
 def own_tokens(rows: Count, sequence: int, context: Count) -> Count:
-    """Return the tokens of so many rows on one device, where `context` devices share each row."""
+    """Return the tokens of a number of rows on one device, where `context` devices share each row."""
     return rows * sequence // context
 
 

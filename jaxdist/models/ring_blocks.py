@@ -127,7 +127,7 @@ class QueryBlocks:
         return seen[None, None, None] & (queries.starts[..., None] <= of[None])[:, None, None]
 
     def count(self, length: int) -> int:
-        """Return the number of blocks of so many queries."""
+        """Return the number of blocks of `length` queries."""
         return math.ceil(length / self.rows)
 
     def _apart(self, tree: Tree, length: int) -> Tree:

@@ -102,7 +102,7 @@ def _own_size(layout: Layout, letter: str, size: int) -> int:
 def _rows(m: ModelConfig, matmul: Matmul) -> float:
     """Return how many rows a matmul has for each token: those of experts are padded to their capacity.
 
-    The first round has so many, but for its rounding to whole tiles.
+    The first round has this number, but for its rounding to whole tiles.
     """
     return matmul.chosen * m.capacity_factor if matmul.stacked else 1
 

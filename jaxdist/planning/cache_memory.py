@@ -12,7 +12,7 @@ from jaxdist.sharding import SEQUENCE, Layout
 
 
 def cache_bytes(config: Config, layout: Layout, rows: int) -> int:
-    """Return the bytes of the cache on each device for so many rows on the mesh: exact.
+    """Return the bytes of the cache on each device for a number of rows on the mesh: exact.
 
     That is 2 L S K H numbers in the compute dtype for each row (Shazeer 2019, section 2.4.1), over the devices that
     share them: rows over the batch, S over `context`, L over `pipeline`, and K over `model`, where fewer heads than
@@ -37,7 +37,7 @@ def weight_bytes(config: Config, model: Model, layout: Layout) -> int:
 
 
 def problem(config: Config, model: Model, layout: Layout, rows: int, room: float | None, beside: int = 0) -> str:
-    """Return why a device with `room` bytes cannot hold weights and cache for so many rows; empty if it can.
+    """Return why a device with `room` bytes cannot hold weights and cache for a number of rows; empty if it can.
 
     `beside` are the bytes of a train state that stays there meanwhile.
     """

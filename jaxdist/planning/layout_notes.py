@@ -91,7 +91,7 @@ def unsplit(parameters: list[Placed]) -> list[Placed]:
 
 
 def unsplit_by(ranks: int, parameters: list[Placed], layout: Layout) -> list[Placed]:
-    """Return the parameters in which so many data ranks would find no dim to split."""
+    """Return the parameters in which a number of data ranks would find no dim to split."""
 
     def free(p: Placed) -> list[int]:
         # ZeRO splits a dim that no other axis splits, and never the dim of the layers.

@@ -52,7 +52,7 @@ class Passes:
         return self.forward + self.rerun + self.recomputed + self.attended
 
     def times(self, count: Count) -> Passes:
-        """Return these passes, each of them so many times."""
+        """Return these passes, each of them `count` times."""
         return Passes(**{field.name: count * getattr(self, field.name) for field in fields(self)})
 
 
@@ -106,7 +106,7 @@ class Runs:
 
 
 def in_loops(split: Split, micro_batches: Count) -> Runs:
-    """Return the runs of a step without a pipeline, in so many micro-batches."""
+    """Return the runs of a step without a pipeline, in k `micro_batches`."""
     remat = split.config.model.remat
     by_layer = split.config.parallel.zero >= 2
     count = 1 if split.inside else micro_batches
@@ -139,7 +139,7 @@ def in_ticks(
 ) -> Runs:
     """Return the runs of a step of a pipeline, by the ticks of each slot; of W, if it splits the backward pass.
 
-    Each rank has so many `chunks`, of `depth` layers at most.
+    Each rank has `chunks` chunks, of `depth` layers at most.
     """
     forward = ticks["F"]
     backward = ticks["B"]

@@ -47,7 +47,7 @@ def predict(step: Step, p: Placed) -> Iterator[Transfer]:
 
 
 def _moved(step: Step, p: Placed, loops: Count, by_layer: bool) -> tuple[Count, Count]:
-    """Return the calls, and the elements in use, where a parameter moves in so many loops.
+    """Return the calls, and the elements in use, where a parameter moves in a number of loops.
 
     With `by_layer` each of them moves the layers that it runs, one by one; otherwise all at once.
     """

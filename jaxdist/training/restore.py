@@ -23,7 +23,7 @@ class Trained(NamedTuple):
     params: Params
     variables: Params
     data: str | None
-    """Fingerprint of the data that they were trained on; None where nobody knows it."""
+    """Fingerprint of the data that they were trained on; None where it is not known."""
 
 
 def restore(

@@ -67,7 +67,7 @@ class Run:
         `dry` only inspects the request: its devices need not exist, and nothing can be computed on them; `gpu` is their
         kind, if not that of this machine. Without `batch` no training batch will be requested, and its size is not
         checked. `devices` are all devices of the mesh, if not those of this machine: for a step that is compiled and
-        not run, or that is measured on a part of them; they lie in so many `sites`. `mesh` is the mesh itself, if it is
+        not run, or that is measured on a part of them; they lie in `sites` sites. `mesh` is the mesh itself, if it is
         a part of another.
         """
         shape = parse_mesh(config.mesh)
@@ -300,7 +300,7 @@ class Run:
 
 
 def lower_step(config: Config, devices: Sequence[jax.Device], sites: int = 1) -> jax.stages.Lowered:
-    """Lower the train step of `config` over these devices of so many sites. They need not be there; no data is read."""
+    """Lower the train step of `config` over devices in `sites` sites. They need not be there, and no data is read."""
     run = Run(config, devices=devices, sites=sites)
     # For the schedule alone: no data says how many rows an epoch has.
     run.steps = max(config.train.steps, 1)

@@ -355,7 +355,7 @@ class Trainer:
         return STOPPED
 
     def validation_due(self, steps: range) -> bool:
-        """Return whether to validate after the round of `steps`: every so many steps, and at the end."""
+        """Return whether to validate after the round of `steps`: at the interval that is asked for, and at the end."""
         every = self.config.validation.every
         return steps[-1] == self.steps or (every > 0 and any(step % every == 0 for step in steps))
 

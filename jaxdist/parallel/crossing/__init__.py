@@ -14,7 +14,7 @@ from jaxdist.parallel.crossing.outer import Outer
 
 
 def crossing_of(config: Config, replicas: int) -> Crossing:
-    """Return the rule of a run on so many replicas; without them gradients are neither compressed nor late."""
+    """Return the rule of a run on `replicas` replicas; without them gradients are neither compressed nor late."""
     rule = compression(config.parallel)
     sums = Crossing(replicas)
     if replicas == 1:

@@ -27,7 +27,7 @@ class InFlight(NamedTuple):
     aux: Params
     """What each replica has of the sums of the layers (`models.decoder.Aux`), in the same form."""
     loss: Float[Array, ""]
-    count: Int[Array, ""]  # type: ignore[assignment]  # a tuple has a method of this name, which nobody calls here
+    count: Int[Array, ""]  # type: ignore[assignment]  # a tuple has a method of this name, which is not called here
     """What the loss is a mean over."""
     sums: Tree = None
     """The state of the rule by which it will be added up."""

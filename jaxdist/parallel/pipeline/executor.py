@@ -10,7 +10,7 @@ schedule splits the backward pass (zero bubble, Qi et al. 2024, section 2); `spl
 run of ticks with the same slots is one `lax.scan`.
 
 Uniform schedules have nothing to branch on: a rank that has nothing to do computes on whatever is there, and the
-result goes to a slot that nobody reads, or is masked where it would be added. In lockstep that takes no time, as the
+result goes to a slot that is not read, or is masked where it would be added. In lockstep that takes no time, as the
 others would be waited for. The head is the exception where only some of the ticks have one, but all ranks branch alike.
 In other schedules each rank branches for itself on F, B and W, and nothing in a branch waits for another rank.
 
@@ -366,8 +366,8 @@ class Region(Device):
     def _own(self, on: jax.Array, run: Callable[..., Any], *state: Tree) -> tuple[Tree, ...]:
         """Return `run(*state)` where this rank has the unit.
 
-        Uniform schedules run it wherever some rank has it: the result is masked, or goes where nobody looks. In others
-        each rank takes its own branch.
+        Uniform schedules run it wherever some rank has it: the result is masked, or goes where it is not read. In
+        others each rank takes its own branch.
         """
         if self.uniform:
             return run(*state)

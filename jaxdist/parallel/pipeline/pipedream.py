@@ -59,7 +59,7 @@ class Through(NamedTuple):
     """The mean over its labels."""
     norm: Float[Array, ""]
     """Norm of its gradient, each stage's part at the weights that the stage's F had."""
-    count: Int[Array, ""]  # type: ignore[assignment]  # a tuple has a method of this name, which nobody calls here
+    count: Int[Array, ""]  # type: ignore[assignment]  # a tuple has a method of this name, which is not called here
 
 
 @dataclass(frozen=True)

@@ -322,7 +322,7 @@ def layer_times(
 def stage_times(
     config: Config, layout: Layout, layers: float, tokens: float, cluster: Cluster, split: bool = False
 ) -> Times:
-    """Return the seconds of F, I and W for so many layers and the `tokens` of a micro-batch on one device.
+    """Return the seconds of F, I and W for a number of layers and the `tokens` of a micro-batch on one device.
 
     In a `split` backward pass, B also writes what W reads.
     """

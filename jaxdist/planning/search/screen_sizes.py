@@ -97,7 +97,7 @@ class Sizes:
         return self.beside_experts + self.experts
 
     def _sharded(self, beside_experts: Column, experts: Column) -> Column:
-        """Return the elements at rest in a replica of so many in use: ZeRO shards what it shards over other axes."""
+        """Return the elements at rest in a replica, given those in use: ZeRO shards what it shards over other axes."""
         sharded = beside_experts / self.shards + experts / self.shards_of_experts
         return np.where(self.columns["zero"] > 0, sharded, beside_experts + experts)
 

@@ -179,7 +179,7 @@ class Steps(Sizes):
             yield from self._of_parameter("blocks", self.experts, layers, "experts")
 
     def _of_parameter(self, name: str, use: Any, layers: Any, logical: str | None = None) -> Iterator[Transfer]:
-        """Yield the transfers in a replica of a parameter with so many elements in use, if only a part is trained."""
+        """Yield the transfers in a replica of a parameter with `use` elements in use, if only a part is trained."""
         # Any dim that all meshes divide.
         abstract = jax.ShapeDtypeStruct((2 ** len(AXES),), np.float32)
         zero = ZeroOptions(self.example.config.parallel.zero)

@@ -362,7 +362,7 @@ class Checkpoints:
 
 
 def _of_replicas(abstract: TrainState, saved: int) -> TrainState:
-    """Return `abstract` with the shapes that so many replicas have saved; their moments are read as they lie."""
+    """Return `abstract` with the shapes that a number of replicas has saved; their moments are read as they lie."""
     if saved in (0, *abstract.skipped.shape):
         return abstract
     own = abstract.optimizer, abstract.skipped, abstract.skipped_in_a_row
@@ -371,7 +371,7 @@ def _of_replicas(abstract: TrainState, saved: int) -> TrainState:
 
 
 def residual_of(replicas: int, mine: Params | None, params: Params) -> Params:
-    """Return shapes and shardings for the residual of so many replicas of a run with `params`, whose own is `mine`."""
+    """Return shapes and shardings for the residual of `replicas` of a run with `params`, whose own is `mine`."""
     if mine is not None and jax.tree.leaves(mine)[0].shape[-1] == replicas:
         return mine
 

@@ -221,7 +221,7 @@ class CachedForward:
         return jnp.minimum(begins[:, None] + self._slots()[None], count - 1)
 
     def _empty(self, rows: int) -> Cache:
-        """Return this device's part of a cache of zeros, for so many rows of its own."""
+        """Return this device's part of a cache of zeros, for a number of rows of its own."""
         heads = own_heads(self.config.key_value_heads, self.layout.parts("heads"))
         slots = self.config.sequence // self.layout.parts(SLOTS)
         shape = (self.stages.virtual, self.stages.depth, rows, slots, heads, self.config.head_size)

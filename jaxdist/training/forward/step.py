@@ -57,7 +57,7 @@ class TrainState(NamedTuple):
     skipped_in_a_row: Int[Array, ""]
     weights: Params | None = None
     """The parameters in the compute dtype, where they are kept between steps; derived from `params`."""
-    variables: Params = {}  # noqa: RUF012  # nobody changes it in place
+    variables: Params = {}  # noqa: RUF012  # it is never changed in place
     """What the model changes while it computes: batch statistics, counts of random numbers."""
     in_flight: Tree = None
     """The batches in an asynchronous pipeline, which are through before the state is saved (`PipeDreamStep`)."""
@@ -65,7 +65,7 @@ class TrainState(NamedTuple):
     """The state of the rule by which gradients cross the replicas (`parallel.crossing`).
 
     What a checkpoint holds of it is a dict, with a name for each item."""
-    frozen: Params = {}  # noqa: RUF012  # nobody changes it in place
+    frozen: Params = {}  # noqa: RUF012  # it is never changed in place
     """The parameters that are not trained, which `params` does not hold."""
 
 
@@ -74,7 +74,7 @@ class Metrics(NamedTuple):
 
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
-    count: Int[Array, ""]  # type: ignore[assignment]  # a tuple has a method of this name, which nobody calls here
+    count: Int[Array, ""]  # type: ignore[assignment]  # a tuple has a method of this name, which is not called here
     """What the loss is a mean over: labels that count, or rows."""
     skipped: Int[Array, ""]
     skipped_in_a_row: Int[Array, ""]
@@ -324,7 +324,7 @@ class Step:
 
     def settled(self, state: TrainState, updated: TrainState, finite: Bool[Array, ""]) -> TrainState:
         """Return `updated` where that step was `finite`; otherwise `state`, with one more skipped step."""
-        # A step that is not finite is skipped on the devices: nobody waits for the host to look at it.
+        # A step that is not finite is skipped on the devices: no step waits for the host to look at it.
         new = (updated.params, updated.optimizer, updated.variables, updated.crossing)
         old = (state.params, state.optimizer, state.variables, state.crossing)
         params, optimizer, variables, crossing = _choose(finite, new, old)
