@@ -1,7 +1,7 @@
 """What a request asks for between replicas: the rule of their sums, and when these cross. No jax here.
 
-Each rule says what it is called, what it means for the loss, and what it does not go with; exact sums on time, which
-are the default, say nothing. What a rule does is in `parallel.crossing`.
+The traits of a rule say what it is called, what it means for the loss, and what it does not go with; those of exact
+sums on time, which are the default, say nothing. What a rule does is in `parallel.crossing`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Compressed(Sums):
+class CompressedSums(Sums):
     """Sums in fewer bits, with error feedback."""
 
     rule: str
@@ -107,7 +107,7 @@ class Compressed(Sums):
 
 
 @dataclass(frozen=True)
-class Crossing:
+class CrossingTraits:
     """What crosses, and when: gradients, at the end of the step that makes them."""
 
     sums: Sums
@@ -183,7 +183,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Late(Crossing):
+class Late(CrossingTraits):
     """Gradients that cross during the next step, and update the weights at its end."""
 
     @property
@@ -235,7 +235,7 @@ class Late(Crossing):
 
 
 @dataclass(frozen=True)
-class Rounds(Crossing):
+class Rounds(CrossingTraits):
     """Changes of weights, after a round of steps that each replica takes by itself."""
 
     steps: int
@@ -323,16 +323,16 @@ class Rounds(Crossing):
         return [("local steps", text)]
 
 
-def asked(config: Config) -> Crossing:
+def asked(config: Config) -> CrossingTraits:
     """Return what a configuration asks for, whether or not a mesh has replicas."""
     sums = Sums()
     if config.parallel.gradient_compression != "exact":
-        sums = Compressed(config.parallel.gradient_compression)
+        sums = CompressedSums(config.parallel.gradient_compression)
     if config.train.local_steps:
         return Rounds(sums, config.train.local_steps)
     if config.parallel.delayed_gradients:
         return Late(sums)
-    return Crossing(sums)
+    return CrossingTraits(sums)
 
 
 def exact(config: Config) -> Config:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from jaxdist.config import Config
 from jaxdist.mesh import BATCH_AXES, CONTEXT, MODEL, PIPELINE, REPLICA
 from jaxdist.mesh.context import WIDE, Choice, Form, Heads, ring_bytes, ulysses_bytes
-from jaxdist.mesh.crossing import Crossing, asked
+from jaxdist.mesh.crossing import CrossingTraits, asked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -154,7 +154,7 @@ class Split:
         return saved_by_layer(self.config.model.remat, self.config.parallel.zero, self.pipelined)
 
     @cached_property
-    def crossing(self) -> Crossing:
+    def crossing_traits(self) -> CrossingTraits:
         """What the request asks for between replicas."""
         return asked(self.config)
 
@@ -202,8 +202,8 @@ def why_whole_on_replicas(split: Split) -> str:
         return "parallel.replica_zero is false"
     if parallel.zero == 0:
         return "ZeRO 0 splits no state"
-    if split.crossing.why_whole:
-        return split.crossing.why_whole
+    if split.crossing_traits.why_whole:
+        return split.crossing_traits.why_whole
     if not split.flush:
         return "PipeDream updates its stages one by one, each as soon as it has a gradient"
     return ""

@@ -41,7 +41,7 @@ def predict(sharded: ShardedModel) -> list[Transfer]:
     `unpredicted` is empty.
     """
     assert not unpredicted(sharded.split)
-    if sharded.split.crossing.apart:
+    if sharded.split.crossing_traits.apart:
         sharded = sharded.of_one_replica
     step = Step.of(sharded)
     corrections = in_force(sharded.layout)
@@ -61,7 +61,7 @@ def predict(sharded: ShardedModel) -> list[Transfer]:
 
 def outer(sharded: ShardedModel) -> list[Transfer]:
     """Return every transfer of the outer step that ends a round of local steps, without scalars; else none."""
-    if not sharded.split.crossing.apart:
+    if not sharded.split.crossing_traits.apart:
         return []
     found = [one for p in sharded.parameters for one in between_replicas(sharded.config, p, sharded.layout)]
     return [one for one in found if one.devices > 1]

@@ -264,7 +264,7 @@ class Report:
         if self.where is None:
             return []
         whole = self.whole
-        rule = whole.sharded.split.crossing
+        rule = whole.sharded.split.crossing_traits
         outer = [transfer for one in self.outer_steps for transfer in one.transfers]
         return transfer_time.warnings(whole.mesh.shape, self.transfers, self.where, rule, outer)
 

@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 from jaxdist.mesh import REPLICA, axes_across, device_numbers
-from jaxdist.mesh.crossing import Crossing
+from jaxdist.mesh.crossing import CrossingTraits
 from jaxdist.planning import collective_time
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers, ranks_together
@@ -81,7 +81,7 @@ def warnings(
     shape: Mapping[str, int],
     transfers: Iterable[Transfer],
     cluster: Cluster,
-    rule: Crossing,
+    rule: CrossingTraits,
     outer: Iterable[Transfer] = (),
 ) -> list[str]:
     """Return a sentence for each axis other than `replica` that spans sites of `cluster`, with what it costs.
@@ -104,7 +104,7 @@ def warning(
     sites: int,
     transfers: Iterable[Transfer],
     costs: Mapping[str, Cluster],
-    rule: Crossing,
+    rule: CrossingTraits,
     outer: Iterable[Transfer] = (),
 ) -> str:
     """Return a sentence about an axis other than `replica` that spans sites, with what its collectives cost.

@@ -103,7 +103,7 @@ class SavePolicy:
         if before == now:
             return
         replicas = self.run.split.size(REPLICA)
-        say(f"note        {self.run.split.crossing.delay_changed(before, now, replicas)}")
+        say(f"note        {self.run.split.crossing_traits.delay_changed(before, now, replicas)}")
 
     def _say_what_is_averaged(self, before: int, say: Callable[[str], None]) -> None:
         """Say what becomes of the moments of local steps that `before` replicas have saved (0: there are none)."""
@@ -120,7 +120,7 @@ class SavePolicy:
         if before in (0, now):
             return
         if now == 1:
-            first = self.run.split.crossing.first
+            first = self.run.split.crossing_traits.first
             say(
                 f"note        what gradient compression between {before} replicas has rounded off is added to the "
                 f"first {first}; without replicas nothing is compressed, and no errors are held from then on"

@@ -153,7 +153,7 @@ def _training(run: Run, length: str) -> list[Row]:
     pipe = run.sharded.pipe
     if pipe:
         rows.append(("pipeline", pipelines.describe(pipe)))
-    rows += run.split.crossing.rows(config)
+    rows += run.split.crossing_traits.rows(config)
     if run.task.flops:
         rows.append(("arithmetic", f"{run.task.flops:,} FLOPs per token = {flops_formula(config.model)}"))
     return rows
@@ -208,7 +208,7 @@ def _sites(run: Run) -> list[Row]:
     if not communication.unpredicted(run.split):
         transfers = communication.predict(run.sharded)
     outer = communication.outer(run.sharded)
-    rule = run.split.crossing
+    rule = run.split.crossing_traits
     costs = {
         f"over the link of {name}": replace(cluster(name), per_host=largest, hosts_per_site=1) for name in TWO_SITES
     }

@@ -144,7 +144,7 @@ def check_new(run: Run) -> None:
     """Raise `RequestError` for what only a run that is resumed may ask for."""
     if run.split.size(REPLICA) > 1:
         return
-    problems = run.split.crossing.without_replicas(run.config.mesh)
+    problems = run.split.crossing_traits.without_replicas(run.config.mesh)
     if problems:
         raise RequestError(*problems)
 

@@ -9,7 +9,7 @@ import pytest
 from jaxdist import plan as command
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE, REPLICA, axes_across, device_numbers, parse_mesh
-from jaxdist.mesh.crossing import Crossing, Rounds, Sums
+from jaxdist.mesh.crossing import CrossingTraits, Rounds, Sums
 from jaxdist.models import Model, build
 from jaxdist.planning.clusters import Link, check_sites, cluster
 from jaxdist.planning.collective_time import (
@@ -32,7 +32,7 @@ from jaxdist.request import load
 WIDE = replace(cluster("two-sites-1g"), per_host=4, hosts_per_site=2, between=Link(1e8, 0.02))
 """Sites of two hosts of 4, which send 100 MB/s to the other sites, 20 ms away."""
 
-ON_TIME = Crossing(Sums())
+ON_TIME = CrossingTraits(Sums())
 
 BATCH = {"train.global_batch_size": "64"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxdist.config import Config
-from jaxdist.mesh import crossing as facts
+from jaxdist.mesh.crossing import CrossingTraits, Late, Rounds, asked
 from jaxdist.parallel.crossing.base import Alone, Crossing
 from jaxdist.parallel.crossing.codes import compression
 from jaxdist.parallel.crossing.compressed import Compressed
@@ -21,7 +21,7 @@ def crossing_of(config: Config, replicas: int) -> Crossing:
         sums = Alone()
     elif rule:
         sums = Compressed(rule, replicas)
-    return TIMES[type(facts.asked(config))](sums, config)
+    return TIMES[type(asked(config))](sums, config)
 
 
 def with_replicas(config: Config) -> Crossing:
@@ -42,9 +42,9 @@ def _in_rounds(sums: Crossing, config: Config) -> Crossing:
     return Outer(sums, config.train.local_steps, rule.outer_rate, rule.outer_momentum)
 
 
-TIMES: dict[type[facts.Crossing], Callable[[Crossing, Config], Crossing]] = {
-    facts.Crossing: _on_time,
-    facts.Late: _late,
-    facts.Rounds: _in_rounds,
+TIMES: dict[type[CrossingTraits], Callable[[Crossing, Config], Crossing]] = {
+    CrossingTraits: _on_time,
+    Late: _late,
+    Rounds: _in_rounds,
 }
 """When gradients cross, by what is asked for."""

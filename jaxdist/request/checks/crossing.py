@@ -10,9 +10,9 @@ from jaxdist.request.checks.mesh import fit
 
 @fit("parallel.gradient_compression")
 def _sums(split: Split) -> Iterator[str]:
-    yield from split.crossing.sums.refused(split.config, split.flush)
+    yield from split.crossing_traits.sums.refused(split.config, split.flush)
 
 
 @fit("parallel.delayed_gradients", "train.local_steps")
 def _time(split: Split) -> Iterator[str]:
-    yield from split.crossing.refused(split.config, split.flush)
+    yield from split.crossing_traits.refused(split.config, split.flush)
