@@ -104,7 +104,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
         config = config.model_copy(update={"precision": "bfloat16" if gpu else "float32"})
     check_mesh_fits(Split(config, shape))
     numbers = device_numbers(shape, sites)
-    if not Split(config, shape).crossing.apart:
+    if not Split(config, shape).crossing_traits.apart:
         return _compiled(Report, config, numbers, count, partial(lower_step, config, sites=sites), target, where)
     lower = partial(lower_outer_step, config, sites=sites)
     outer = _compiled(OuterReport, config, numbers, count, lower, target, where)
