@@ -23,9 +23,9 @@ from jaxdist.config.values import (
     CountOrZero,
     FilePath,
     FilePaths,
-    GradientCompression,
     MicroBatches,
     Minutes,
+    NotOneBit,
     PositiveSeconds,
     Resume,
     Rows,
@@ -139,7 +139,7 @@ class ParallelConfig(Section):
     """Attention over the axis context: ring sends keys and values round, ulysses exchanges heads; auto: fewer bytes."""
     replica_zero: bool = True
     """From ZeRO 1 on, shard masters and optimizer state over replica too; weights are gathered once per step."""
-    gradient_compression: GradientCompression = "exact"
+    gradient_compression: Annotated[Literal["exact", "bfloat16", "int8", "topk-int8", "powersgd"], NotOneBit] = "exact"
     """Gradients over replica in fewer bits, with error feedback; all but exact change the loss, by mesh and ZeRO."""
     compression_density: Annotated[float, Field(gt=0, lt=1)] = 0.01
     """Of topk-int8: the fraction of a gradient's numbers, the largest, that is sent exactly."""

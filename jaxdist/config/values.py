@@ -223,9 +223,7 @@ Resume = Annotated[str, AfterValidator(_auto_never_or_step), Suggested(["auto", 
 Checkpoint = Annotated[str, AfterValidator(_latest_best_or_step), Suggested(["latest", "best"])]
 RopeScalingText = Annotated[str, AfterValidator(_rope_scaling), Suggested(["none", "linear", "llama3", "yarn"])]
 LoraTargets = Annotated[str, AfterValidator(_lora_targets), Suggested(lora_targets.TARGETS)]
-GradientCompression = Annotated[
-    Literal["exact", "bfloat16", "int8", "topk-int8", "powersgd"], BeforeValidator(_not_one_bit)
-]
+NotOneBit = BeforeValidator(_not_one_bit)
 WeightDtype = Literal["", "float32", "bfloat16", "float16"]
 """The dtype of weights in a file; empty: the one that they come from."""
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_strictly_integer)]

@@ -184,18 +184,15 @@ def moments(config: Config, known: Known) -> str:
     return ""
 
 
-@needs("parallel.gradient_compression")
-def top_k(config: Config, known: Known) -> str:
-    """Need gradients of which the largest numbers are sent exactly."""
-    rule = config.parallel.gradient_compression
-    return "" if rule == "topk-int8" else f"parallel.gradient_compression {rule}"
+def _sums_by(rule: str) -> Condition:
+    """Return the condition that this rule compresses what crosses the replicas."""
 
+    def find(config: Config, known: Known) -> str:
+        asked = config.parallel.gradient_compression
+        return "" if asked == rule else f"parallel.gradient_compression {asked}"
 
-@needs("parallel.gradient_compression")
-def low_rank(config: Config, known: Known) -> str:
-    """Need gradients that are compressed to matrices of low rank."""
-    rule = config.parallel.gradient_compression
-    return "" if rule == "powersgd" else f"parallel.gradient_compression {rule}"
+    find.__name__ = f"sums_by_{rule.replace('-', '_')}"
+    return needs("parallel.gradient_compression")(find)
 
 
 @needs("data.validation_path")
@@ -369,8 +366,8 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     # The trainer refuses these two, and local steps, without replicas, unless it resumes a run that had some.
     "parallel.gradient_compression": ALWAYS,
     "parallel.delayed_gradients": ALWAYS,
-    "parallel.compression_density": (top_k,),
-    "parallel.compression_rank": (low_rank,),
+    "parallel.compression_density": (_sums_by("topk-int8"),),
+    "parallel.compression_rank": (_sums_by("powersgd"),),
     "parallel.micro_batches": (text, sharded_gradients, accumulation),
     "parallel.offload": (moments,),
     "parallel.rules.heads": (text, _rule("heads")),

@@ -35,8 +35,11 @@ BY_REQUEST = {
     "sharded_gradients": ({"parallel.zero": "2"}, {"parallel.zero": "1"}),
     "accumulation": ({"mesh": "1x1x1", "train.accumulation": "2"}, {"mesh": "1x1x1", "train.accumulation": "1"}),
     "moments": ({}, {"optimizer.name": "sgd", "optimizer.beta1": "0"}),
-    "top_k": ({"parallel.gradient_compression": "topk-int8"}, {"parallel.gradient_compression": "powersgd"}),
-    "low_rank": ({"parallel.gradient_compression": "powersgd"}, {"parallel.gradient_compression": "int8"}),
+    "sums_by_topk_int8": (
+        {"parallel.gradient_compression": "topk-int8"},
+        {"parallel.gradient_compression": "powersgd"},
+    ),
+    "sums_by_powersgd": ({"parallel.gradient_compression": "powersgd"}, {"parallel.gradient_compression": "int8"}),
     "fraction_held_out": ({}, {"data.path": __file__, "data.validation_path": recipes.__file__}),
     "second_moment": ({"optimizer.name": "lion"}, {"optimizer.name": "sgd"}),
     "constant_rate": ({"optimizer.schedule": "constant"}, {"optimizer.schedule": "linear"}),
