@@ -37,7 +37,7 @@ from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region
 from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.device import Device, Program, batch_specs, get, own, put
-from jaxdist.parallel.pipeline.layers import Ring, Slot, Unit
+from jaxdist.parallel.pipeline.layers import Backward, Ring, Slot, Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import Rows, Table
 from jaxdist.parallel.zero import Placements, differentiated
@@ -169,6 +169,13 @@ class Region(Device):
         blocks = weights[BLOCKS] if of.stage == 3 else own(self.block_places, weights[BLOCKS])
         self.blocks = jax.tree.map(lambda w: w[:, 0], blocks)
         self.at_rest = jax.tree.map(lambda w: w[:, 0], weights[BLOCKS])
+        if backward:
+            self.layers_backward = Backward.of(self.layers, self.example, self.table.schedule.split)
+
+    def example(self) -> tuple[Unit, jax.Array]:
+        """Return a unit and its input, for their types."""
+        part = self.part(region.zeros((), jnp.int32, (PIPELINE,)))
+        return self.unit(0, part), region.vary(self.program.embed(self.tops, part), self.stream)
 
     def start(self) -> Carry:
         """Return empty buffers and sums."""
@@ -208,9 +215,9 @@ class Region(Device):
         if self.recompute:
             carry["residuals"] = region.zeros_like(x, (depths["residuals"],))
         else:
-            carry["residuals"] = self.layers.kept(unit, x, depths["residuals"])
+            carry["residuals"] = self.layers_backward.kept(depths["residuals"])
         if self.table.schedule.split:
-            carry["stash"] = self.layers.stash(unit, x, carry["residuals"], depths["stash"])
+            carry["stash"] = self.layers_backward.stash(depths["stash"])
         return carry
 
     def tick(self, slots: frozenset[str], always_head: bool, carry: Carry, row: Row) -> tuple[Carry, None]:
@@ -312,11 +319,11 @@ class Region(Device):
             rings = kept
             if self.recompute:
                 # What was kept is the input of the chunk.
-                rings = self.layers.again(unit, region.after(get(*kept), *before))
-            return self.layers.backward(unit, dy, *rings, sums, row.B.on)
+                rings = self.layers_backward.again(unit, region.after(get(*kept), *before))
+            return self.layers_backward.backward(unit, dy, *rings, sums, row.B.on)
 
         def half(stash: Ring, dy: jax.Array) -> tuple[Ring, jax.Array]:
-            return self.layers.of_input(unit, dy, *kept, stash, row.B.wst)
+            return self.layers_backward.of_input(unit, dy, *kept, stash, row.B.wst)
 
         dy = get(carry["cots"], region.after(row.B.cot, *before))
         if self.table.schedule.split:
@@ -358,7 +365,7 @@ class Region(Device):
         unit = self.unit(row.W.chunk, self.part(row.W.micro))
 
         def run(sums: Tree) -> tuple[Tree]:
-            return (self.layers.of_weights(unit, carry["stash"], row.W.wst, sums, row.W.on, before),)
+            return (self.layers_backward.of_weights(unit, carry["stash"], row.W.wst, sums, row.W.on, before),)
 
         (blocks,) = self._own(row.W.on, run, carry["blocks"])
         return carry | {"blocks": blocks}

@@ -5,6 +5,10 @@ pass: its weights and the micro-batch. Where a schedule splits the backward pass
 for W (see `split`). At ZeRO 3 a weight in use is not available again at W: what W needs of one, a bias or a norm's
 scale, is stashed like any value, so that W gathers nothing.
 
+Which of its arrays a layer keeps, how its pullback is put together again, and where its backward pass is cut: all that
+is found once, by tracing a layer on shapes alone (`Backward.of`). It holds for every layer and micro-batch, as all
+layers have the same shapes and run the same function.
+
 What is kept and stashed lies in rings, [slots, depth, ...], with one slot for each micro-batch in flight. Each layer
 reads and writes its own place in them, so that nothing of the size of a slot is made on the way.
 """
@@ -12,9 +16,9 @@ reads and writes its own place in them, so that nothing of the size of a slot is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +36,8 @@ from jaxdist.sharding import Tree, wide
 Ring = list[Array]
 """Each [slots, depth, ...]."""
 Slot = jax.Array | int
+Shapes = Sequence[jax.ShapeDtypeStruct]
+About = TypeVar("About")
 
 Available = tuple[Tree, Tree, Array]
 """(weights, micro-batch, number) of a layer: what its backward pass has again without keeping it."""
@@ -65,42 +71,39 @@ class Unit(NamedTuple):
         return jax.tree.map(lambda w: w[0], self.weights), self.part, self.number[0]
 
 
-class VJP(NamedTuple):
-    """The pullback of a layer as a tree of arrays, for those that are kept and those that are available again."""
+@dataclass(frozen=True)
+class Pullback:
+    """What the pullback of a layer consists of: arrays that are kept, and arrays that are available again."""
 
     structure: Any
     """The tree structure of the function that `jax.vjp` returns; its leaves are arrays."""
-    sources: list[int | None]
+    sources: tuple[int | None, ...]
     """For each of its arrays, the number of the available array that it is; None for one that is kept."""
 
+    def rebuilt(self, kept: Sequence[jax.Array], available: Tree) -> Callable[..., Any]:
+        """Return the pullback of a layer from what `take_apart` kept of it, and what is available again."""
+        next_kept = iter(kept)
+        leaves = jax.tree.leaves(available)
+        arrays = [next(next_kept) if source is None else leaves[source] for source in self.sources]
+        return jax.tree.unflatten(self.structure, arrays)
 
-def take_apart(pullback: Callable[..., Any], available: Tree) -> tuple[VJP, list[jax.Array]]:
-    """Return the description of a pullback, and the arrays that have to be kept to rebuild it.
+
+def take_apart(pullback: Callable[..., Any], available: Tree) -> tuple[Pullback, list[jax.Array]]:
+    """Return what a pullback consists of, and those of its arrays that have to be kept.
 
     An array of the pullback is one of `available` if it is the same object: JAX puts a value that the backward pass
     needs into the pullback as it is, and never as a copy of it.
     """
     arrays, structure = jax.tree.flatten(pullback)
     numbers = {id(a): i for i, a in enumerate(jax.tree.leaves(available))}
-    sources = [numbers.get(id(a)) for a in arrays]
+    sources = tuple(numbers.get(id(a)) for a in arrays)
     kept = [a for a, source in zip(arrays, sources, strict=True) if source is None]
-    return VJP(structure, sources), kept
+    return Pullback(structure, sources), kept
 
 
-def rebuild(vjp: VJP, kept: Sequence[jax.Array], available: Tree) -> Callable[..., Any]:
-    """Return the pullback that `take_apart` has taken apart, from arrays kept and available.
-
-    `kept` are in the order of `take_apart`; the others are leaves of `available`, such as weights, which need no copy.
-    """
-    next_kept = iter(kept)
-    leaves = jax.tree.leaves(available)
-    arrays = [next(next_kept) if source is None else leaves[source] for source in vjp.sources]
-    return jax.tree.unflatten(vjp.structure, arrays)
-
-
-@dataclass
+@dataclass(frozen=True)
 class Layers:
-    """Forward and backward passes of the layers of a chunk."""
+    """Forward passes of the layers of a chunk."""
 
     layer: Callable[[Tree, Float[Array, "..."], Tree, Array], tuple[Float[Array, "..."], Tree]]
     """`layer(weights, x, part, number)` is one of them (`device.Program`)."""
@@ -109,19 +112,14 @@ class Layers:
     """The placements of the parameters of one layer."""
     stage: int
     """Of ZeRO."""
-    # These two are set when F is traced and read when B and W are. That is safe because every trace of a layer gives
-    # the same structure: all layers have the same shapes and run the same function, in every loop of the region.
-    _vjp: VJP | None = field(default=None, init=False)
-    _halves: Halves | None = field(default=None, init=False)
-    """B and W of a layer, where the schedule splits the backward pass."""
 
     def forward(self, unit: Unit, x: jax.Array) -> tuple[jax.Array, Tree]:
         """Return (x after the layers, their aux); nothing is kept for a backward pass."""
 
         def one(x: jax.Array, layer: Numbered) -> tuple[jax.Array, Tree]:
             _, w, number, valid = layer
-            y, aux = self.layer(self._in_use(w), x, unit.part, number)
-            return self._where(valid, y, x), self._of_layers(valid, aux)
+            y, aux = self.layer(self.in_use(w), x, unit.part, number)
+            return self.where(valid, y, x), self._of_layers(valid, aux)
 
         return lax.scan(one, x, unit.layers)
 
@@ -131,8 +129,8 @@ class Layers:
         def one(carry: tuple[Ring, jax.Array], layer: Numbered) -> tuple[tuple[Ring, jax.Array], Tree]:
             kept, x = carry
             place, w, number, valid = layer
-            made, y, aux = self._forward_of_layer((w, unit.part, number), x)
-            return (_put(kept, made, slot, place), self._where(valid, y, x)), self._of_layers(valid, aux)
+            _, made, y, aux = self.forward_of_layer((w, unit.part, number), x)
+            return (_put(kept, made, slot, place), self.where(valid, y, x)), self._of_layers(valid, aux)
 
         (kept, x), aux = lax.scan(one, (kept, x), unit.layers)
         return kept, x, aux
@@ -145,12 +143,92 @@ class Layers:
             shape = (*lead, self.stages.depth, *a.shape)
             return region.zeros(shape, wide(a.dtype), a.manual_axis_type.varying | {PIPELINE})
 
-        return jax.tree.map(zeros, jax.eval_shape(lambda: self.layer(self._in_use(w), x, part, number)[1]))
+        return jax.tree.map(zeros, jax.eval_shape(lambda: self.layer(self.in_use(w), x, part, number)[1]))
+
+    def forward_of_layer(self, available: Available, x: jax.Array) -> tuple[Pullback, list[jax.Array], jax.Array, Tree]:
+        """Return (what its pullback consists of, what the layer keeps of it, its output, its aux)."""
+        w, part, number = available
+        w = self.in_use(w)
+
+        def of_learning(own: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
+            return self.layer(joined(w, own), x, part, number)
+
+        y, pullback, aux = jax.vjp(of_learning, differentiated(self.places, w), x, has_aux=True)
+        return *take_apart(pullback, (w, part, number)), y, aux
+
+    def in_use(self, w: Tree) -> Tree:
+        """Return the weights of a layer in use: at ZeRO 3 they are gathered here."""
+        if self.stage < 3:
+            return w
+        return jax.tree.map(lambda p, w: p.gather_manual(w), self.places, w)
+
+    def _of_layers(self, valid: jax.Array, aux: Tree) -> Tree:
+        """Return the aux of a layer, and zeros for padding."""
+        return jax.tree.map(lambda a: self.where(valid, a, jnp.zeros_like(a)), aux)
+
+    def where(self, valid: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
+        """Return `yes` for a layer and `no` for padding."""
+        if not self.stages.padded:
+            return yes
+        return jnp.where(valid, yes, no)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["about"])
+@dataclass(frozen=True)
+class Traced(Generic[About]):
+    """Arrays, which come out of a trace as shapes, and what the trace has found out about them."""
+
+    arrays: Sequence[Any]
+    about: About
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Backward passes of the layers of a chunk, from what their forward passes have kept."""
+
+    layers: Layers
+    pullback: Pullback
+    keeps: Shapes
+    """What a layer keeps of its pullback."""
+    halves: Halves | None = None
+    """B and W of a layer, where the schedule splits the backward pass."""
+    stashes: Shapes = ()
+    """What B of a layer hands to W."""
+
+    @classmethod
+    def of(cls, layers: Layers, example: Callable[[], tuple[Unit, jax.Array]], split: bool) -> Backward:
+        """Trace a layer on shapes: nothing of it becomes part of the program that is being traced.
+
+        `example` returns a unit and its input, of the types that they have in the region. `split`: B and W apart.
+        """
+
+        def forward() -> Traced[Pullback]:
+            unit, x = example()
+            pullback, kept, _, _ = layers.forward_of_layer(unit.first, x)
+            return Traced(kept, pullback)
+
+        traced = jax.eval_shape(forward)
+        whole = cls(layers, traced.about, traced.arrays)
+        if not split:
+            return whole
+
+        def backward() -> Traced[Halves]:
+            unit, x = example()
+            kept = [_in_ring(a, ()) for a in whole.keeps]
+            w, part, number = unit.first
+            available = layers.in_use(w), part, number
+            again, once = whole._arguments(available, [*kept, x])
+            flat = partial(whole._flat_backward, jax.tree.structure(available), len(again))
+            both = halves(flat, again, once, now=1)
+            return Traced(both.at_once(again, once)[1], both)
+
+        cut = jax.eval_shape(backward)
+        return replace(whole, halves=cut.about, stashes=cut.arrays)
 
     def again(self, unit: Unit, x: jax.Array) -> tuple[Ring, Slot]:
         """Recompute what the layers keep from their input; return a ring of one slot, and the slot."""
         x = lax.optimization_barrier(x)
-        return self.forward_keeping(unit, x, self.kept(unit, x, slots=1), 0)[0], 0
+        return self.layers.forward_keeping(unit, x, self.kept(slots=1), 0)[0], 0
 
     def backward(
         self, unit: Unit, dy: jax.Array, kept: Ring, slot: Slot, sums: Tree, on: jax.Array | bool
@@ -163,11 +241,11 @@ class Layers:
         def one(carry: tuple[Tree, jax.Array], layer: Numbered) -> tuple[tuple[Tree, jax.Array], None]:
             sums, dy = carry
             place, w, number, valid = layer
-            w = self._in_use(w)
-            pullback = self._pullback(_get(kept, slot, place), (w, unit.part, number))
+            w = self.layers.in_use(w)
+            pullback = self.pullback.rebuilt(_get(kept, slot, place), (w, unit.part, number))
             dw, dx = pullback(dy)
             sums = self._accumulate(sums, dw, (unit.chunk, place), on & valid)
-            return (sums, self._where(valid, dx, dy)), None
+            return (sums, self.layers.where(valid, dx, dy)), None
 
         return lax.scan(one, (sums, dy), unit.layers, reverse=True)[0]
 
@@ -175,12 +253,15 @@ class Layers:
         self, unit: Unit, dy: jax.Array, kept: Ring, slot: Slot, stash: Ring, to: Slot
     ) -> tuple[Ring, jax.Array]:
         """Run B alone: return (`stash` with what W needs of each layer in slot `to`, the gradient of x)."""
+        halves = self.halves
+        assert halves is not None
 
         def one(carry: tuple[Ring, jax.Array], layer: Numbered) -> tuple[tuple[Ring, jax.Array], None]:
             stash, dy = carry
             place, w, number, valid = layer
-            made, dx = self._input_gradient_of_layer((w, unit.part, number), _get(kept, slot, place), dy)
-            return (_put(stash, made, to, place), self._where(valid, dx, dy)), None
+            arrays = self._arguments((self.layers.in_use(w), unit.part, number), [*_get(kept, slot, place), dy])
+            (dx,), made = halves.at_once(*arrays)
+            return (_put(stash, list(made), to, place), self.layers.where(valid, dx, dy)), None
 
         return lax.scan(one, (stash, dy), unit.layers, reverse=True)[0]
 
@@ -194,7 +275,7 @@ class Layers:
         before: tuple[jax.Array, ...] = (),
     ) -> Tree:
         """Run W, after all of `before` is there: return `sums` with the gradients of the weights."""
-        halves = self._halves
+        halves = self.halves
         assert halves is not None
         later = region.after(slot, *before)
         # A slot that varies over more axes than a ring would make what is read from it vary too.
@@ -204,56 +285,28 @@ class Layers:
             place, w, number, valid = layer
             again, _ = self._arguments((w, unit.part, number), [])
             stashed = [_read(a, at, place) for a, at in zip(stash, slots, strict=True)]
-            dw = jax.tree.unflatten(jax.tree.structure(differentiated(self.places, w)), halves.later(again, stashed))
+            structure = jax.tree.structure(differentiated(self.layers.places, w))
+            dw = jax.tree.unflatten(structure, halves.later(again, stashed))
             return self._accumulate(sums, dw, (unit.chunk, place), on & valid), None
 
         return lax.scan(one, sums, unit.layers)[0]
 
-    def kept(self, unit: Unit, x: jax.Array, slots: int) -> Ring:
-        """Return an empty ring for what `forward_keeping` keeps."""
-        return self._ring(slots, jax.eval_shape(lambda: self._forward_of_layer(unit.first, x)[0]))
+    def kept(self, slots: int) -> Ring:
+        """Return an empty ring for what `Layers.forward_keeping` keeps."""
+        return self._ring(self.keeps, slots)
 
-    def stash(self, unit: Unit, x: jax.Array, kept: Ring, slots: int) -> Ring:
+    def stash(self, slots: int) -> Ring:
         """Return an empty ring for what `of_input` hands to `of_weights`."""
+        return self._ring(self.stashes, slots)
 
-        def of_layer() -> list[jax.Array]:
-            return self._input_gradient_of_layer(unit.first, [a[0, 0] for a in kept], x)[0]
-
-        return self._ring(slots, jax.eval_shape(of_layer))
-
-    def _ring(self, slots: int, of_layer: list[jax.ShapeDtypeStruct]) -> Ring:
-        return [region.vary(region.zeros_like(a, (slots, self.stages.depth)), (PIPELINE,)) for a in of_layer]
-
-    def _forward_of_layer(self, available: Available, x: jax.Array) -> tuple[list[jax.Array], jax.Array, Tree]:
-        """Return (what the layer keeps, its output, its aux)."""
-        w, part, number = available
-        w = self._in_use(w)
-
-        def of_learning(own: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
-            return self.layer(joined(w, own), x, part, number)
-
-        y, pullback, aux = jax.vjp(of_learning, differentiated(self.places, w), x, has_aux=True)
-        self._vjp, kept = take_apart(pullback, (w, part, number))
-        return kept, y, aux
-
-    def _input_gradient_of_layer(
-        self, available: Available, kept: list[jax.Array], dy: jax.Array
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """Return (what W needs of the layer, the gradient of its input)."""
-        w, part, number = available
-        available = self._in_use(w), part, number
-        again, once = self._arguments(available, [*kept, dy])
-        if self._halves is None:
-            backward = partial(self._flat_backward, jax.tree.structure(available), len(again))
-            self._halves = halves(backward, again, once, now=1)
-        (dx,), stash = self._halves.at_once(again, once)
-        return list(stash), dx
+    def _ring(self, of_layer: Shapes, slots: int) -> Ring:
+        return [_in_ring(a, (slots, self.layers.stages.depth)) for a in of_layer]
 
     def _arguments(self, available: Available, once: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return (the arrays that W has again, those that it has not)."""
         w = jax.tree.leaves(available[0])
         others = jax.tree.leaves(available[1:])
-        if self.stage == 3:
+        if self.layers.stage == 3:
             return others, [*w, *once]
         return [*w, *others], once
 
@@ -261,23 +314,12 @@ class Layers:
         """Return [gradient of x, gradients of the weights] of one layer, from the arrays of `_arguments`."""
         leaves = structure.num_leaves
         # At ZeRO 3 the weights stand behind the others.
-        others = again if self.stage == 3 else 0
+        others = again if self.layers.stage == 3 else 0
         kept = arrays[leaves:-1]
         dy = arrays[-1]
         w, part, number = jax.tree.unflatten(structure, [*arrays[others:leaves], *arrays[:others]])
-        dw, dx = self._pullback(kept, (w, part, number))(dy)
+        dw, dx = self.pullback.rebuilt(kept, (w, part, number))(dy)
         return [dx, *jax.tree.leaves(dw)]
-
-    def _pullback(self, kept: Sequence[jax.Array], available: Available) -> Callable[..., Any]:
-        """Return the pullback of a layer, of the structure that F has left."""
-        assert self._vjp is not None
-        return rebuild(self._vjp, kept, available)
-
-    def _in_use(self, w: Tree) -> Tree:
-        """Return the weights of a layer in use: at ZeRO 3 they are gathered here."""
-        if self.stage < 3:
-            return w
-        return jax.tree.map(lambda p, w: p.gather_manual(w), self.places, w)
 
     def _accumulate(self, sums: Tree, dw: Tree, at: tuple[Slot, Array], on: jax.Array) -> Tree:
         """Add a layer's gradients to `sums` where they are `on`; from ZeRO 2 on they are reduced first."""
@@ -290,19 +332,14 @@ class Layers:
             return _written(s, _read(s, *at) + g.astype(s.dtype), *at)
 
         dw = jax.tree.map(masked, dw)
-        if self.stage >= 2:
-            dw = jax.tree.map(lambda p, g: p.reduce_manual(g), part_of(self.places, dw), dw)
+        if self.layers.stage >= 2:
+            dw = jax.tree.map(lambda p, g: p.reduce_manual(g), part_of(self.layers.places, dw), dw)
         return jax.tree.map(add, sums, dw)
 
-    def _of_layers(self, valid: jax.Array, aux: Tree) -> Tree:
-        """Return the aux of a layer, and zeros for padding."""
-        return jax.tree.map(lambda a: self._where(valid, a, jnp.zeros_like(a)), aux)
 
-    def _where(self, valid: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
-        """Return `yes` for a layer and `no` for padding."""
-        if not self.stages.padded:
-            return yes
-        return jnp.where(valid, yes, no)
+def _in_ring(a: jax.ShapeDtypeStruct, lead: tuple[int, ...]) -> jax.Array:
+    """Return zeros of the type of `a` in a ring, where everything is a rank's own, with leading dims `lead`."""
+    return region.vary(region.zeros_like(a, lead), (PIPELINE,))
 
 
 def _get(ring: Ring, slot: Slot, place: jax.Array) -> list[jax.Array]:

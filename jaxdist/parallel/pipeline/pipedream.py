@@ -38,7 +38,7 @@ from jaxdist.mesh import AXES, PIPELINE
 from jaxdist.parallel import region
 from jaxdist.parallel.partial_trees import part_of
 from jaxdist.parallel.pipeline.device import Device, Program, batch_specs, get, own, put
-from jaxdist.parallel.pipeline.layers import Slot, Unit
+from jaxdist.parallel.pipeline.layers import Backward, Slot, Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, of_layers
 from jaxdist.parallel.zero import Placements, differentiated
 from jaxdist.sharding import Layout, Params, Tree, wide
@@ -159,6 +159,12 @@ class Round(Device):
         self.stage_places = jax.tree.map(lambda p: p.layer.layer, self.block_places)
         self.tops = own(self.top_places, self.cast({name: params[name] for name in self.top_places}))
         """Those of the whole round: they are updated at its end."""
+        self.layers_backward = Backward.of(self.layers, self.example, split=False)
+
+    def example(self) -> tuple[Unit, jax.Array]:
+        """Return a unit and its input, for their types."""
+        unit = self.unit(self.in_use(self.cast(self.params[BLOCKS])), self.batch)
+        return unit, region.vary(self.program.embed(self.tops, self.batch), self.stream)
 
     def slot_of(self, batch: jax.Array) -> jax.Array:
         """Return the slot of the batch of round `batch`: S rounds later it is through, and another may have it."""
@@ -187,7 +193,7 @@ class Round(Device):
         def residuals() -> Tree:
             if self.recompute:
                 return buffer(x)
-            return self.layers.kept(unit, zeros(x), S)
+            return self.layers_backward.kept(S)
 
         return {
             "round": jnp.zeros((), jnp.int32),
@@ -277,10 +283,10 @@ class Round(Device):
             unit = self.unit(self.in_use(version), part)
             kept: tuple[Tree, Slot] = (carry["residuals"], slot)
             if self.recompute:
-                kept = self.layers.again(unit, get(*kept))
-            grads, dx = self.layers.backward(unit, dy, *kept, self._empty_sums(version, unit), True)
+                kept = self.layers_backward.again(unit, get(*kept))
+            grads, dx = self.layers_backward.backward(unit, dy, *kept, self._empty_sums(version, unit), True)
             grads = jax.tree.map(lambda g: g[0], grads)
-            if self.stage < 2:  # from stage 2 on, `Layers.backward` has reduced them
+            if self.stage < 2:  # from stage 2 on, `Backward.backward` has reduced them
                 grads = jax.tree.map(lambda p, g: p.reduce_manual(g), part_of(self.stage_places, grads), grads)
             aux = jax.tree.map(lambda p, a: p.reduce_manual(a), self.aux_places, get(carry["aux"], slot))
             params, optimizer, square = self.updated(carry, slot, {BLOCKS: grads}, aux, optimizer, params)
