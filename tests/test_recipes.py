@@ -14,6 +14,7 @@ PROOFS = {
     "add-a-schedule": ("tests/pipeline/test_tables.py", "test_schedules_and_tables"),
     "add-an-optimizer": ("tests/training/test_optimizer.py", "nadamw"),
     "add-a-learning-rate-schedule": ("tests/training/test_optimizer.py", "root"),
+    "add-a-rule-of-crossing": ("tests/parity/test_gradient_compression.py", "int4"),
     "add-a-data-format": ("tests/data/test_csv_rows.py", "table_has_the_tokens"),
     "add-a-collective": ("tests/lab/test_reductions.py", "two-rings and not growth"),
     "add-a-lecture-claim": ("tests/lab/test_claims.py", "pipeline-chunks"),
