@@ -132,10 +132,9 @@ def _compiled(
     from jaxdist import models
     from jaxdist.cluster import xla_options
     from jaxdist.cluster.rendezvous import across_hosts
-    from jaxdist.mesh import AXES, CONTEXT, REPLICA, abstract_mesh
+    from jaxdist.mesh import AXES, abstract_mesh
     from jaxdist.mesh.split import Split
     from jaxdist.models.attention import effective_window, unknown_mask
-    from jaxdist.parallel.crossing import crossing_of
     from jaxdist.planning import clusters
     from jaxdist.planning.cross_compile import compile_apart
     from jaxdist.planning.target import gpu_of
@@ -143,7 +142,8 @@ def _compiled(
 
     gpu = gpu_of(target) if target else None
     mesh = abstract_mesh(dict(zip(AXES, numbers.shape, strict=True)))
-    layout = Layout.of(Split(config, mesh.shape), mesh, gpu or CPU)
+    split = Split(config, mesh.shape)
+    layout = Layout.of(split, mesh, gpu or CPU)
     program = compile_apart(lower, target, count)
     if target:
         # Neighbours in the mesh share a host, as in a run.
@@ -154,8 +154,7 @@ def _compiled(
         host_of = [0] * mesh.size
     sequence = bool(layout.sequence_parallel)
     across = across_hosts(mesh, host_of)
-    several = crossing_of(config, layout.size(REPLICA)).late > 0 or layout.size(CONTEXT) > 1
-    options = xla_options.options(layout.platform, mesh.size, across, sequence, several)
+    options = xla_options.options(layout.platform, mesh.size, across, sequence, split.sends_several)
     notes = []
     if options:
         notes.append(f"compiled with {xla_options.as_flags(options)}, as train does")

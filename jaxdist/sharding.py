@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import nearest
-from jaxdist.mesh import AXES, BATCH_AXES, CONTEXT, EXPERT, MODEL, PIPELINE
+from jaxdist.mesh import AXES, BATCH_AXES, EXPERT, MODEL, PIPELINE, SEQUENCE_AXES
 from jaxdist.mesh.context import Index, zigzag
 from jaxdist.mesh.split import Split
 
@@ -89,8 +89,8 @@ Rules = Mapping[str, Sequence[str]]
 
 RULES: Rules = dict(
     batch=BATCH_AXES,
-    sequence=(CONTEXT,),
-    residual=(CONTEXT,),
+    sequence=SEQUENCE_AXES,
+    residual=SEQUENCE_AXES,
     heads=(MODEL,),
     mlp=(MODEL,),
     vocab=(PIPELINE, MODEL),
@@ -113,8 +113,8 @@ def rules(split: Split) -> Rules:
         # Sequence parallelism shards the residual stream over the same devices as the heads.
         asked[RESIDUAL] = (*RULES[RESIDUAL], *asked["heads"])
         # A table of positions is split with it where a device needs its own part alone: not a table that is longer than
-        # a row, nor where `context` may lay the tokens of a row in another order.
-        if split.size(CONTEXT) == 1 and config.model.position_rows == config.model.sequence:
+        # a row, nor where rows are split, whose tokens may lie in another order.
+        if split.row_parts == 1 and config.model.position_rows == config.model.sequence:
             asked[POSITIONS] = asked[RESIDUAL]
     return {**RULES, **asked}
 

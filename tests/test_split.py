@@ -44,6 +44,7 @@ def test_rows_and_tokens_are_those_of_the_layout(mesh):
     split = on(mesh, accumulation=1 if PIPELINE in mesh else 4)
     layout = Layout.of(split, abstract_mesh(split.shape), GPUS["h100"])
     assert split.ranks == layout.ranks
+    assert split.row_parts == layout.parts(SEQUENCE)
     assert split.length == split.config.model.sequence // layout.parts(SEQUENCE)
     assert split.micro_batches == (8 if PIPELINE in mesh else 4)
     assert split.rows * split.micro_batches * layout.ranks == 64
@@ -59,6 +60,30 @@ def test_functions_take_columns_as_they_take_numbers():
     assert own_tokens(3, 128, count).tolist() == [384, 192, 96, 48]
     assert own_heads(4, count).tolist() == [max(1, 4 // n) for n in count]
     assert type(own_heads(4, 8)) is int
+
+
+@pytest.mark.parametrize(
+    ("mesh", "asked", "schedule", "parts"),
+    [
+        ("context=2", "ulysses", "1f1b", 2),
+        ("context=2", "auto", "1f1b", 1),
+        ("context=2", "ring", "1f1b", 1),
+        ("context=2,pipeline=2", "auto", "zb-u", 1),
+        ("context=2,pipeline=2", "auto", "zb-h1", 2),
+        ("model=2", "ulysses", "1f1b", 1),
+    ],
+)
+def test_heads_are_split_further_where_no_ring_may_join_the_rows(mesh, asked, schedule, parts):
+    parallel = ParallelConfig(context=asked)
+    assert on(mesh, parallel=parallel, pipeline=PipelineConfig(schedule=schedule)).head_parts == parts
+
+
+def test_late_gradients_and_attention_over_split_rows_send_beside_others():
+    late = ParallelConfig(delayed_gradients=True)
+    assert on("replica=2", parallel=late).sends_several
+    assert not on("data=2", parallel=late).sends_several
+    assert not on("replica=2").sends_several
+    assert on("context=2").sends_several
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -17,10 +17,10 @@ from jaxdist.api.request import (
     Precision,
     Shard,
     Zero,
-    check_no_context,
     check_no_schedule,
     check_trained,
     check_values,
+    check_whole_rows,
     layout_of,
     rows_of,
     to_be_split,
@@ -105,7 +105,7 @@ def parallelize(
     check_values(mesh, zero, precision, accumulation, scope, shard, rules, wrt)
     foreign.check_call("loss_fn", loss_fn, ("module", "batch"))
     shape = parse_mesh(mesh)
-    check_no_context(mesh, shape)
+    check_whole_rows(mesh, shape)
     pipelined = shape[PIPELINE] > 1
     if pipelined:
         check_request(mesh, loss_fn, scope, shape)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import nearest
-from jaxdist.mesh import BATCH_AXES, CONTEXT, DATA, EXPERT, LAYER_AXES, PIPELINE, MeshShape
+from jaxdist.mesh import BATCH_AXES, DATA, EXPERT, LAYER_AXES, PIPELINE, SEQUENCE_AXES, MeshShape
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import counted, remedy, to
@@ -90,13 +90,14 @@ def _check_choice(name: str, value: Any, valid: tuple) -> None:
     raise ValueError(f"{name} is {value!r}; use one of {valid}")
 
 
-def check_no_context(mesh: str, shape: MeshShape) -> None:
+def check_whole_rows(mesh: str, shape: MeshShape) -> None:
     """Raise `ValueError` for a mesh that cuts rows, because attention must know of it, and a module does not."""
-    if shape[CONTEXT] != 1:
-        raise ValueError(
-            f"mesh '{mesh}' cuts each row over {CONTEXT}={shape[CONTEXT]}, but the attention of a module of your own "
-            f"sees only the part of its device; set {CONTEXT} to 1, or train a family that `jaxdist.train` offers"
-        )
+    for axis in SEQUENCE_AXES:
+        if shape[axis] != 1:
+            raise ValueError(
+                f"mesh '{mesh}' cuts each row over {axis}={shape[axis]}, but the attention of a module of your own "
+                f"sees only the part of its device; set {axis} to 1, or train a family that `jaxdist.train` offers"
+            )
 
 
 def check_no_schedule(mesh: str, schedule: str, virtual_stages: int) -> None:

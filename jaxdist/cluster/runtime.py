@@ -22,11 +22,11 @@ from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.rendezvous import USE_ALL, DeviceUse, across_hosts, host_names, members
 from jaxdist.config import RequestError
 from jaxdist.mesh import (
-    CONTEXT,
     FAST,
     FILL,
     MOST_CPU_DEVICES,
     MOST_THAT_COMPUTE,
+    SEQUENCE_AXES,
     abstract_mesh,
     describe,
     devices_asked,
@@ -148,7 +148,7 @@ def notes(mesh: jax.sharding.Mesh, enough: DeviceUse = USE_ALL) -> list[str]:
 
 def _spanning(axis: str, size: int, most: int) -> str:
     """Return the note that a fast axis spans hosts, which have at most `most` devices of the mesh."""
-    if axis == CONTEXT and size > most:
+    if axis in SEQUENCE_AXES and size > most:
         # Rows for which a host is too small have to be split over several.
         return (
             f"{axis}={size} spans hosts, so that attention sends keys and values, or heads, over the network in every "

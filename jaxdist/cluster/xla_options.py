@@ -65,7 +65,7 @@ OVERLAP = Option(
     "15.0 GiB would be exposed, and nothing is with this option (benchmarks/context.md)",
     4,
 )
-"""Of steps with delayed gradients or context parallelism alone."""
+"""Of steps that send several things at once (`Split.sends_several`) alone."""
 
 
 class Choice(NamedTuple):
@@ -101,7 +101,7 @@ def options(
 ) -> dict[str, bool | str | int]:
     """Return `jax.jit(compiler_options=...)` of a step on `devices` devices; options in XLA_FLAGS are left out.
 
-    `several` says whether the step has delayed gradients or context parallelism, for which there is an option of its
+    `several` says whether the step may have several collectives under way at once, for which there is an option of its
     own. `across` says whether an axis over which ZeRO shards spans hosts. With `sequence` parallelism too there are no
     others then: XLA would also gather a layer's activations ahead, and repeat their matmuls: 2,840 of them instead of
     1,944 for Llama 8B on 128 H100s, and 750 GiB of memory traffic instead of 542 (0.11.2).

@@ -40,6 +40,9 @@ AXES_OVER_SITES = (REPLICA, *(axis for axis in AXES if axis != REPLICA))
 BATCH_AXES = (REPLICA, DATA, EXPERT)
 """The axes that split the rows of a batch. Between its router and its experts, a token crosses `expert`."""
 
+SEQUENCE_AXES = (CONTEXT,)
+"""The axes that split the tokens of each row, so that attention on a device sees its own part alone."""
+
 ZERO_AXES = (DATA, EXPERT, CONTEXT)
 """The axes over which ZeRO may shard a parameter, outermost first. Gradients are partial sums over each of them."""
 

@@ -120,6 +120,8 @@ class CrossingTraits:
     """How often something crosses."""
     every = 1
     """Steps from one crossing to the next."""
+    late = False
+    """Whether what crosses does so while the next step computes."""
     apart = False
     """Whether a step is that of a replica by itself, and what crosses is another program."""
     crosses = "only the sum of gradients crosses, once per step"
@@ -185,6 +187,8 @@ class CrossingTraits:
 @dataclass(frozen=True)
 class Late(CrossingTraits):
     """Gradients that cross during the next step, and update the weights at its end."""
+
+    late = True
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from jaxdist.config import Config
-from jaxdist.mesh import BATCH_AXES, CONTEXT, MODEL, PIPELINE, REPLICA
+from jaxdist.mesh import BATCH_AXES, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES
 from jaxdist.mesh.context import WIDE, Choice, Form, Heads, ring_bytes, ulysses_bytes
 from jaxdist.mesh.crossing import CrossingTraits, asked
 
@@ -28,9 +28,9 @@ def own_rows(batch: int, micro_batches: Count, ranks: Count) -> Count:
     return batch // (micro_batches * ranks)
 
 
-def own_tokens(rows: Count, sequence: int, context: Count) -> Count:
-    """Return the tokens of a number of rows on one device, where `context` devices share each row."""
-    return rows * sequence // context
+def own_tokens(rows: Count, sequence: int, parts: Count) -> Count:
+    """Return the tokens of a number of rows on one device, where `parts` devices share each row."""
+    return rows * sequence // parts
 
 
 def own_heads(count: int, parts: Count) -> Count:
@@ -125,9 +125,14 @@ class Split:
         return own_rows(self.config.train.global_batch_size, self.micro_batches, self.ranks)
 
     @property
+    def row_parts(self) -> int:
+        """The number of parts into which the tokens of each row are split."""
+        return self.size(*SEQUENCE_AXES)
+
+    @property
     def length(self) -> int:
         """The tokens of each of its rows that a device holds."""
-        return self.config.model.sequence // self.size(CONTEXT)
+        return self.config.model.sequence // self.row_parts
 
     @property
     def tokens(self) -> int:
@@ -135,7 +140,7 @@ class Split:
 
         Sequence parallelism does not change it: it splits the activations of these tokens, not the rows.
         """
-        return own_tokens(self.rows, self.config.model.sequence, self.size(CONTEXT))
+        return own_tokens(self.rows, self.config.model.sequence, self.row_parts)
 
     @property
     def heads(self) -> Heads:
@@ -171,15 +176,24 @@ class Split:
     @property
     def ring(self) -> bool:
         """Whether rows lie in zigzag order, for ring attention."""
-        return self.size(CONTEXT) > 1 and self.attention.form == "ring"
+        return self.row_parts > 1 and self.attention.form == "ring"
 
     @property
-    def only_ulysses(self) -> bool:
-        """Whether attention over `context` may not be a ring: by request, or because a schedule branches."""
+    def head_parts(self) -> int:
+        """The number of parts into which attention must split the query heads that a rank of the model axis has.
+
+        It is 1 unless rows are split and a ring cannot join them: by request, or because a schedule branches.
+        """
         asked = self.config.parallel.context
-        if self.size(CONTEXT) == 1 or asked == "ring":
-            return False
-        return asked == "ulysses" or self.branches
+        if asked == "ulysses" or (asked == "auto" and self.branches):
+            return self.row_parts
+        return 1
+
+    @property
+    def sends_several(self) -> bool:
+        """Whether several collectives of a step may be under way at once: late gradients, or those of attention."""
+        late = self.crossing_traits.late and self.size(REPLICA) > 1
+        return late or self.row_parts > 1
 
     @property
     def of_one_replica(self) -> Split:
@@ -212,7 +226,7 @@ def why_whole_on_replicas(split: Split) -> str:
 def _choice(split: Split) -> Choice:
     """Return how a mesh attends over `context`, and why."""
     config = split.config
-    ranks = split.size(CONTEXT)
+    ranks = split.row_parts
     heads = split.heads
     head_size = config.model.head_size
     ring = ring_bytes(2 * heads.key_value * head_size, ranks, split.width)

@@ -17,7 +17,7 @@ from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.config import Config, RequestError
 from jaxdist.data.batches import AbstractBatch, Batch
-from jaxdist.mesh import CONTEXT, REPLICA, make_mesh, parse_mesh
+from jaxdist.mesh import REPLICA, make_mesh, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
@@ -94,8 +94,7 @@ class Run:
         self.compiler_options = {}
         if not dry:
             sequence = bool(self.layout.sequence_parallel)
-            several = self.crossing.late > 0 or self.layout.size(CONTEXT) > 1
-            self.compiler_options = xla_options.options_for(self.mesh, sequence, several)
+            self.compiler_options = xla_options.options_for(self.mesh, sequence, split.sends_several)
         model_layout = self.layout
         if split.pipelined:
             # The model runs inside the pipeline's manual region.

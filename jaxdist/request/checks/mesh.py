@@ -10,12 +10,12 @@ from jaxdist.config import Config, ModelConfig, RequestError, nearest
 from jaxdist.mesh import (
     AUTO,
     BATCH_AXES,
-    CONTEXT,
     DATA,
     FILL,
     LAYER_AXES,
     MODEL,
     PIPELINE,
+    SEQUENCE_AXES,
     fill,
     fixed_devices,
     parse_mesh,
@@ -91,7 +91,7 @@ def _fillings(config: Config, shape: Mapping[str, int], most: int) -> Iterable[i
         sizes: Sequence[int] = divisors(config.train.global_batch_size)
     elif shape[MODEL] == FILL and _sizes(config):
         sizes = divisors(math.gcd(*_sizes(config).values()))
-    elif shape[CONTEXT] == FILL:
+    elif any(shape[axis] == FILL for axis in SEQUENCE_AXES):
         sizes = divisors(config.model.sequence)
     elif shape[PIPELINE] == FILL:
         sizes = range(1, config.model.layers + 1)
@@ -168,7 +168,7 @@ def _rules(config: Config) -> Iterator[str]:
             yield f"{rule}, which splits the rows of the batch: one axis cannot split both rows and {dim}; {valid}"
         elif axis == PIPELINE:
             yield f"{rule}, which splits the layers (and shares the vocabulary by itself); {valid}"
-        elif axis == CONTEXT:
+        elif axis in SEQUENCE_AXES:
             yield f"{rule}, which splits the sequence: one axis cannot split both the sequence and {dim}; {valid}"
         elif axis and axis not in LAYER_AXES:
             yield f"{rule}, an axis that does not exist; {nearest(axis, LAYER_AXES)}{hint}"
@@ -209,7 +209,7 @@ def _batch(split: Split) -> Iterator[str]:
 @fit("model.family")
 def _images(split: Split) -> Iterator[str]:
     config = split.config
-    for axis in (CONTEXT, MODEL):
+    for axis in (*SEQUENCE_AXES, MODEL):
         if config.model.images and split.size(axis) > 1:
             yield (
                 f"mesh {config.mesh} has {axis}={split.size(axis)}, but model.family {config.model.family} has nothing "
@@ -222,10 +222,8 @@ def _heads(split: Split) -> Iterator[str]:
     config = split.config
     heads = config.model.heads
     ways = split.size(MODEL)
-    counts = head_counts(config.model, ways)
-    if split.only_ulysses:
-        # Where none fits both axes, another size of `context` is needed too, of which its checks speak.
-        counts = head_counts(config.model, ways * split.size(CONTEXT)) or counts
+    # Where none fits what attention splits too, another size of its axis is needed, of which its checks speak.
+    counts = head_counts(config.model, ways * split.head_parts) or head_counts(config.model, ways)
     near = closest(counts, heads)
     yield from _divides(split, "model.heads", f"model.heads {heads}", to("model.heads", near))
 
@@ -266,8 +264,8 @@ def _width_knob(model: ModelConfig) -> str:
 
 @fit("model.sequence", "parallel.sequence")
 def _sequence(split: Split) -> Iterator[str]:
-    # Where the context axis splits the sequence too, the checks of that axis count both.
-    if split.size(CONTEXT) > 1:
+    # Where another axis splits the sequence too, the checks of that axis count both.
+    if split.row_parts > 1:
         return
     sequence = split.config.model.sequence
     near = to("model.sequence", multiples(split.size(MODEL), sequence))
@@ -305,15 +303,14 @@ def _other_axis(split: Split) -> str:
     """Return the sizes of the `model` axis next to that of `shape` by which every size of the model divides."""
     config = split.config
     sizes = _sizes(config)
-    if "model.sequence" in sizes and split.size(CONTEXT) > 1:
+    if "model.sequence" in sizes and split.row_parts > 1:
         # What is left of a row after a ring has cut it into chunks; less than what Ulysses leaves.
-        sizes["model.sequence"] //= 2 * split.size(CONTEXT)
+        sizes["model.sequence"] //= 2 * split.row_parts
     candidates = divisors(math.gcd(*sizes.values()))
     if "model.heads" in sizes:
         candidates = [n for n in candidates if _even(config.model.key_value_heads, n)]
-        if split.only_ulysses:
-            fitting_both = [n for n in candidates if config.model.heads // n % split.size(CONTEXT) == 0]
-            candidates = fitting_both or candidates
+        fitting_both = [n for n in candidates if config.model.heads // n % split.head_parts == 0]
+        candidates = fitting_both or candidates
     near = closest(candidates, split.size(MODEL))
     idle = _of_model_axis(config)
     if not idle:

@@ -97,7 +97,7 @@ def _sequence(split: Split) -> Iterator[str]:
 
 def _splits(split: Split) -> bool:
     """Return whether there is a sequence that `context` splits."""
-    return split.size(CONTEXT) > 1 and not split.config.model.images
+    return split.row_parts > 1 and not split.config.model.images
 
 
 def _ways_of_heads(split: Split) -> int:
