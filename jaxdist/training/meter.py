@@ -14,7 +14,7 @@ from jaxdist.output.units import size
 from jaxdist.planning import memory
 from jaxdist.planning.hardware import peak_flops
 from jaxdist.planning.timing import mfu
-from jaxdist.training.forward.balance import LOAD_MAX, REPORTED, collapsed
+from jaxdist.training.forward.balance import REPORTED, CollapseWatch
 from jaxdist.training.forward.optimizer import schedule
 from jaxdist.training.forward.step import Metrics
 from jaxdist.training.metrics import Log
@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from jaxdist.training.run import Run
 
 Item = TypeVar("Item")
-
-PATIENCE = 100
-"""Steps for which a router may be collapsed before the log has a warning.
-
-A new router may be: its scores are nearly alike, and what all tokens have in common decides. In so many steps a balance
-that moves by 1e-3 each time has moved by 0.1, which outweighs that."""
 
 
 class Diverged(RuntimeError):
@@ -57,12 +51,7 @@ class Meter:
         """The step that is on its way."""
         self.predicted: int | None = memory.predict(run.sharded).total
         """Predicted bytes of a device; None once they have been logged beside those of the first step."""
-        self.experts = config.model.experts
-        self.per_token = config.model.experts_per_token
-        self.collapsed = 0
-        """Steps in a row in which a router was collapsed."""
-        self.warned = False
-        """Whether the log has the warning of that."""
+        self.collapse = CollapseWatch(config.model)
         self.ended = first
         """The last step whose results were logged."""
         self._restart()
@@ -102,7 +91,9 @@ class Meter:
         self.count += len(steps)
         values = self._figures(step, metrics)
         self._compare_memory(values["memory_bytes"])
-        self._watch_load(steps, values.get(LOAD_MAX))
+        warning = self.collapse.warning(steps, values)
+        if warning:
+            self.log.say(warning)
         self.log.progress(values)
         # The last step before the end of the run is always logged, whatever ends it.
         diverged = metrics.skipped_in_a_row >= self.max_skipped
@@ -164,19 +155,3 @@ class Meter:
             "skipped": int(metrics.skipped),
             **{name: float(metrics.further[name]) for name in REPORTED if name in metrics.further},
         }
-
-    def _watch_load(self, steps: range, load_max: float | None) -> None:
-        """Say once of a run that nearly all tokens have gone to the same experts of a layer for PATIENCE steps."""
-        if load_max is None or not collapsed(load_max, self.experts, self.per_token):
-            self.collapsed = 0
-            return
-        self.collapsed += len(steps)
-        if self.warned or self.collapsed < PATIENCE:
-            return
-        self.warned = True
-        most = self.experts / self.per_token
-        self.log.say(
-            f"warning: a router has collapsed: for {self.collapsed} steps up to {steps[-1]} the fullest expert of a "
-            f"layer had nearly all tokens ({load_max:.2f} times the mean load, at most {most:.2f}); raise "
-            f"model.balance_rate or model.balance_loss"
-        )

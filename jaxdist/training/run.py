@@ -176,9 +176,9 @@ class Run:
     def update_rule(self, decay: Params) -> optax.GradientTransformation:
         """Return the update rule of the parameters that `decay` names; it says which of them decay."""
         rule = optimizer(self.config.optimizer, self.steps, decay)
-        if not self.config.model.traits.routed:
+        if not any(place.steered for place in jax.tree.leaves(self.forward.places)):
             return rule
-        # It masks nothing: checkpoints of routed models have the state of a rule under the name of a masked one's.
+        # It masks nothing: checkpoints of these models have the state of a rule under the name of a masked one's.
         return optax.masked(rule, jax.tree.map(lambda _: True, decay))
 
     @cached_property

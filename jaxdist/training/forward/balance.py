@@ -6,10 +6,13 @@ differentiated is positions / labels x cross-entropy + the router's losses, and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxdist.config import ModelConfig
 from jaxdist.models.decoder import Aux
 from jaxdist.models.experts import METERS
 
@@ -22,6 +25,12 @@ COLLAPSED = 0.9
 
 A router that is merely uneven is far below: with 64 experts, 8 of them for each token, a fullest expert with twice the
 mean load is at 0.14."""
+
+PATIENCE = 100
+"""Steps for which a router may be collapsed before the log has a warning.
+
+A new router may be: its scores are nearly alike, and what all tokens have in common decides. In so many steps a balance
+that moves by 1e-3 each time has moved by 0.1, which outweighs that."""
 
 
 def reported(aux: Aux, layers: int, positions: int) -> dict[str, Float[Array, ""]]:
@@ -41,6 +50,37 @@ def collapsed(load_max: float, experts: int, per_token: int) -> bool:
     """Return whether nearly all tokens choose the same `per_token` experts of some layer."""
     most = experts / per_token
     return most > 1 and load_max - 1 >= COLLAPSED * (most - 1)
+
+
+class CollapseWatch:
+    """Counts the steps in which a router is collapsed."""
+
+    def __init__(self, model: ModelConfig):
+        self.experts = model.experts
+        self.per_token = model.experts_per_token
+        self.steps = 0
+        """Steps in a row in which a router was collapsed."""
+        self.warned = False
+
+    def warning(self, steps: range, figures: Mapping[str, float | int | None]) -> str:
+        """Return once of a run that nearly all tokens have gone to the same experts of a layer for PATIENCE steps.
+
+        `figures` are those of the last of the `steps`; empty where there is nothing to say, as without routers.
+        """
+        load_max = figures.get(LOAD_MAX)
+        if load_max is None or not collapsed(load_max, self.experts, self.per_token):
+            self.steps = 0
+            return ""
+        self.steps += len(steps)
+        if self.warned or self.steps < PATIENCE:
+            return ""
+        self.warned = True
+        most = self.experts / self.per_token
+        return (
+            f"warning: a router has collapsed: for {self.steps} steps up to {steps[-1]} the fullest expert of a "
+            f"layer had nearly all tokens ({load_max:.2f} times the mean load, at most {most:.2f}); raise "
+            f"model.balance_rate or model.balance_loss"
+        )
 
 
 @jax.custom_vjp

@@ -100,16 +100,16 @@ class ForwardBase(Generic[ModelT]):
         return count_labels(batch)
 
     @property
-    def routed(self) -> bool:
-        """Whether the model is a decoder with routers."""
+    def has_layer_losses(self) -> bool:
+        """Whether layers add losses of their own, means over all positions, to the cross-entropy (`balance`)."""
         return isinstance(self.model, Model) and bool(self.model.aux_shapes)
 
     def positions(self, batch: Batch) -> int | None:
-        """Return the tokens of `batch`, by which the gradient of a routed model is divided; None for `count`."""
-        return batch["labels"].size if self.routed else None
+        """Return the tokens of `batch`, by which gradients are divided that layers' losses are in; None for `count`."""
+        return batch["labels"].size if self.has_layer_losses else None
 
     def cross_entropy_weight(self, batch: Batch) -> Float[Array, ""]:
-        """Return positions / labels of `batch`, by which a routed model weighs its cross-entropy."""
+        """Return positions / labels of `batch`, by which cross-entropy is weighed beside the losses of layers."""
         return batch["labels"].size / jnp.maximum(self.count(batch), 1).astype(wide(self.dtype))
 
     def reported(self, aux: Aux, batch: Batch) -> Further:

@@ -94,8 +94,8 @@ class DecoderForward(AccumulatingForward[Model]):
         return made_at_rest(padded, self.places, key), {}
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
-        """Return what `AccumulatingForward.gradients` does; a routed model weighs its cross-entropy on the way."""
-        if self.routed:
+        """Return what `AccumulatingForward.gradients` does; beside losses of layers the cross-entropy is weighed."""
+        if self.has_layer_losses:
             k = len(batch["labels"])
             batch = batch | {"weight": jnp.broadcast_to(self.cross_entropy_weight(batch), (k,))}
         return super().gradients(weights, variables, batch, step)

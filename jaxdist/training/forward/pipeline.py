@@ -223,11 +223,11 @@ class PipelineForward(StagedForward[Model]):
     def with_keys(self, batch: Batch, step: Int[Array, ""]) -> Batch:
         """Return the batch with each row's dropout key, if there is dropout, in the place of its number.
 
-        The key depends on the row's global number and the step alone. With a routed model each row also has the weight
-        of the cross-entropy, because a region splits all that a batch holds by rows.
+        The key depends on the row's global number and the step alone. With losses of layers each row also has the
+        weight of the cross-entropy, because a region splits all that a batch holds by rows.
         """
         others = {name: a for name, a in batch.items() if name != "rows"}
-        if self.routed:
+        if self.has_layer_losses:
             of_rows = jax.typeof(batch["rows"])
             weight = self.cross_entropy_weight(batch)
             others["weight"] = jnp.broadcast_to(weight, of_rows.shape, out_sharding=of_rows.sharding)
