@@ -56,6 +56,7 @@ FORBIDDEN = {
     "models": [
         "jaxdist.parallel.zero",
         "jaxdist.parallel.placing",
+        "jaxdist.parallel.placement",
         "jaxdist.training",
         "jaxdist.weights",
         "jaxdist.data",

@@ -34,8 +34,8 @@ from jaxdist.models.stacked import scan, stack
 from jaxdist.output.units import counted
 from jaxdist.parallel.foreign import on_shards
 from jaxdist.parallel.partial_trees import part_of
+from jaxdist.parallel.placement import trained
 from jaxdist.parallel.placing import Wrt, ZeroOptions
-from jaxdist.parallel.zero import trained
 from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.sharding import BATCH, Layout, Rules

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,8 +38,9 @@ from jaxdist.lab.two_layers import (
     update,
     verdict,
 )
+from jaxdist.parallel import zero
+from jaxdist.parallel.placement import Placement
 from jaxdist.parallel.placing import ZeroOptions, placements
-from jaxdist.parallel.zero import Placement
 from jaxdist.planning.hlo import collectives
 from jaxdist.planning.tables import table
 from jaxdist.sharding import Layout
@@ -59,10 +61,12 @@ def in_phases(recorder: Recorder, place: Placement) -> Outcome:
 
     w and g are shards; W and G are whole.
     """
-    recorder.run("gather layer 1", place.gather, ["w1"], ["W1"])
+    gather = partial(zero.gather, place)
+    reduce = partial(zero.reduce, place)
+    recorder.run("gather layer 1", gather, ["w1"], ["W1"])
     recorder.run("forward layer 1", forward_1, ["W1", "x"], ["h"])
     recorder.free("free layer 1", "W1")
-    recorder.run("gather layer 2", place.gather, ["w2"], ["W2"])
+    recorder.run("gather layer 2", gather, ["w2"], ["W2"])
     recorder.run("forward layer 2", forward_2, ["W2", "h"], ["y"])
     recorder.free("free layer 2", "W2")
 
@@ -71,13 +75,13 @@ def in_phases(recorder: Recorder, place: Placement) -> Outcome:
     loss = recorder.number("loss")
     recorder.free("free the outputs", "y", "t", "loss")
 
-    recorder.run("gather layer 2 again", place.gather, ["w2"], ["W2"])
+    recorder.run("gather layer 2 again", gather, ["w2"], ["W2"])
     recorder.run("backward layer 2", backward_2, ["W2", "h", "dy"], ["G2", "dh"])
-    recorder.run("reduce gradient 2", place.reduce, ["G2"], ["g2"])
+    recorder.run("reduce gradient 2", reduce, ["G2"], ["g2"])
     recorder.free("free layer 2", "W2", "G2", "dy")
-    recorder.run("gather layer 1 again", place.gather, ["w1"], ["W1"])
+    recorder.run("gather layer 1 again", gather, ["w1"], ["W1"])
     recorder.run("backward layer 1", backward_1, ["W1", "x", "h", "dh"], ["G1", "dx"])
-    recorder.run("reduce gradient 1", place.reduce, ["G1"], ["g1"])
+    recorder.run("reduce gradient 1", reduce, ["G1"], ["g1"])
     recorder.free("free layer 1", "W1", "G1", "h", "dh", "dx", "x")
 
     grads = [recorder.number("g1"), recorder.number("g2")]
@@ -99,7 +103,7 @@ def fused(place: Placement):
     """
 
     def matmul(w: Weight, x: Rows) -> Rows:
-        return x @ place.gather(w)
+        return x @ zero.gather(place, w)
 
     # As in the phases, the backward pass gathers the weight again instead of keeping the whole one.
     layer = jax.checkpoint(matmul, prevent_cse=False)

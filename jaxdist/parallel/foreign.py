@@ -24,7 +24,7 @@ from jax.sharding import auto_axes, reshard
 from jaxtyping import Array, Int
 
 from jaxdist.parallel.dataflow import Dataflow
-from jaxdist.parallel.zero import Placements
+from jaxdist.parallel.placement import Placements
 from jaxdist.sharding import Layout, Params, Tree, name_of, named, scale_partial
 
 Outcome = tuple[jax.Array, Params, dict[str, jax.Array]]
@@ -85,7 +85,7 @@ def call_on_own_rows(
     if not axes:
         return call(weights, variables, batch)
     use = jax.tree.map(lambda p: p.use, places)
-    sums = jax.tree.map(lambda p: P(*p.use.partitions, unreduced=p.use.reduced), places)
+    sums = jax.tree.map(lambda p: p.partial, places)
     # Loss and gradient come out of one manual region that does not check which value varies over which axis: a module
     # written for one device, with a loop that begins from zeros, has no use for such types.
     region = jax.shard_map(

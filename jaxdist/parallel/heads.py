@@ -34,6 +34,11 @@ class HeadDeal:
     """How many heads that the queries share stand last in the dim behind K."""
 
     @property
+    def size_dim(self) -> int:
+        """The dim of H."""
+        return self.dim + 2
+
+    @property
     def layer(self) -> HeadDeal:
         """The deal for one layer of a stack, which has no leading dim of layers."""
         return replace(self, dim=self.dim - 1)

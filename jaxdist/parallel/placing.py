@@ -13,8 +13,8 @@ from jaxdist.config.trained import trained
 from jaxdist.mesh import REPLICA, ZERO_AXES
 from jaxdist.mesh.split import Split
 from jaxdist.parallel import heads
-from jaxdist.parallel.zero import Placement, Placements
-from jaxdist.sharding import LAYERS, STAGES, STEERED, Layout, LogicalAxes, Params, axes_of, name_of, partition
+from jaxdist.parallel.placement import Placement, Placements, split_further
+from jaxdist.sharding import LAYERS, STAGES, STEERED, Layout, LogicalAxes, Params, name_of
 
 Wrt = Callable[[str], bool]
 """Says of the path to a parameter, such as "blocks.mlp.up", whether gradients are taken with respect to it."""
@@ -89,7 +89,7 @@ def _place(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...], zero: Zero
     taken: tuple[int, ...] = ()
     if deal is not None:
         head_dim = deal.dim
-        size_dim = deal.dim + 2
+        size_dim = deal.size_dim
         divides = shape[size_dim] % layout.parts("heads") == 0
         rest[size_dim] = rest[head_dim] if divides else None
         rest[head_dim] = None
@@ -102,18 +102,28 @@ def _place(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...], zero: Zero
     # ZeRO and the replicas split what a device has in use.
     own = tuple(size // layout.parts(name) for size, name in zip(shape, axes_in_use, strict=True))
     zero_dim = _first_that_divides(own, free, layout.size(*over))
-    crossing_dim = None
+    at_rest = P(*rest)
     if sharded and zero_dim is not None:
-        rest[zero_dim] = partition((*axes_of(rest[zero_dim]), *over))
-    elif not sharded and deferred:
-        crossing_dim = zero_dim
-    replica_dim = None
+        at_rest = split_further(at_rest, zero_dim, over)
+    held = at_rest
     if sharded and zero.replica_zero and deferred:
         replica_dim = _replica_dim(layout, own, free, zero_dim, layout.size(*over))
-    use = layout.spec(axes_in_use, reduced=reduced)
-    stacked = sum(name in (LAYERS, STAGES) for name in axes)
-    steered = STEERED in axes
-    return Placement(P(*rest), use, over, deal, deferred, replica_dim, crossing_dim, stacked, steered)
+        if replica_dim is not None:
+            # The replicas come last, so that gathering their parts makes one rank's shard.
+            held = split_further(at_rest, replica_dim, (REPLICA,))
+    crossing = at_rest
+    if not sharded and deferred and zero_dim is not None:
+        crossing = split_further(at_rest, zero_dim, over)
+    return Placement(
+        held=held,
+        rest=at_rest,
+        use=layout.spec(axes_in_use, reduced=reduced),
+        reduced=P(*crossing.partitions, unreduced=deferred),
+        group=over,
+        deal=deal,
+        stacked=sum(name in (LAYERS, STAGES) for name in axes),
+        steered=STEERED in axes,
+    )
 
 
 def of_sums(
@@ -129,7 +139,8 @@ def of_sums(
 
     def place(shape: tuple[int, ...]) -> Placement:
         names = (*stack, *(None for _ in shape))
-        return Placement(layout.spec(names), layout.spec(names, reduced=reduced), deferred=deferred)
+        rest = layout.spec(names)
+        return Placement(rest, rest, layout.spec(names, reduced=reduced), layout.spec(names, unreduced=deferred))
 
     return {name: place(shape) for name, shape in shapes.items()}
 

@@ -95,7 +95,7 @@ def _once_for_all_groups(sent: Sent) -> Count:
 
 def _behind_the_sum_of_groups(sent: Sent) -> Count:
     adds_up = sent.transfer.kind == ALL_REDUCE and _is_in_no_loop(sent, GRADIENTS)
-    if adds_up and sent.parameter and not sent.parameter.place.dealt:
+    if adds_up and sent.parameter and sent.parameter.place.deal is None:
         return 1
     return sent.transfer.calls
 

@@ -87,7 +87,7 @@ def _unsplit_by_zero(sharded: ShardedModel) -> str:
 
 def unsplit(parameters: list[Placed]) -> list[Placed]:
     """Return the parameters that ZeRO leaves whole although they have a group to split them."""
-    return [p for p in parameters if p.whole and p.place.over and not p.place.steered]
+    return [p for p in parameters if p.whole and p.place.group and not p.place.steered]
 
 
 def unsplit_by(ranks: int, parameters: list[Placed], layout: Layout) -> list[Placed]:
@@ -98,7 +98,7 @@ def unsplit_by(ranks: int, parameters: list[Placed], layout: Layout) -> list[Pla
         return [n for n, axis in zip(p.shape, p.axes, strict=True) if axis != LAYERS and not layout.split(axis)]
 
     def group(p: Placed) -> int:
-        return ranks * layout.size(*(axis for axis in p.place.over if axis != DATA))
+        return ranks * layout.size(*(axis for axis in p.place.group if axis != DATA))
 
     return [p for p in parameters if not p.place.steered and all(n % group(p) for n in free(p))]
 
@@ -110,7 +110,7 @@ def share(some: list[Placed], parameters: list[Placed]) -> float:
 
 def described(whole: list[Placed], parameters: list[Placed], layout: Layout, most: int = 3) -> str:
     """Name at most `most` of the parameters in which their ZeRO groups find no dim to split, in a sentence."""
-    groups = {axis for p in whole for axis in p.place.over}
+    groups = {axis for p in whole for axis in p.place.group}
     ranks = " x ".join(f"{axis}={layout.size(axis)}" for axis in ZERO_AXES if axis in groups)
     names = ", ".join(f"{p.name} ({'x'.join(map(str, p.shape))})" for p in whole[:most])
     more = f" and {len(whole) - most} more" if len(whole) > most else ""

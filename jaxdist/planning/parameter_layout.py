@@ -10,9 +10,9 @@ import jax
 
 from jaxdist.config import Config
 from jaxdist.mesh.split import compute_width
-from jaxdist.parallel import placing, zero
+from jaxdist.parallel import placing
 from jaxdist.parallel.pipeline.stages import BLOCKS
-from jaxdist.parallel.zero import Placements
+from jaxdist.parallel.placement import Placement, Placements
 from jaxdist.planning.predicted_collectives import F32
 from jaxdist.sharding import LAYERS, Layout, Params, name_of
 
@@ -24,7 +24,7 @@ class Placed:
     name: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    place: zero.Placement
+    place: Placement
     held: int
     """Elements that a device holds between steps."""
     rest: int

@@ -37,4 +37,4 @@ def between_replicas(config: Config, p: Placed, layout: Layout) -> Iterator[Tran
         what = SECOND_FACTORS if one.waits else BETWEEN_REPLICAS
         yield transfer(layout, what, one.kind, {REPLICA}, 1, one.elements, one.width)
     if place.crossing_dim is not None:
-        yield transfer(layout, "summed gradients", ALL_GATHER, place.over, 1, p.rest, F32)
+        yield transfer(layout, "summed gradients", ALL_GATHER, place.group, 1, p.rest, F32)

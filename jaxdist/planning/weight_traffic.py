@@ -81,12 +81,12 @@ def _reduced(step: Step, p: Placed, what: str) -> Iterator[Transfer]:
     loops, by_layer = _reductions(step, p)
     calls, elements = _moved(step, p, loops, by_layer)
     if p.place.scatter_dim is not None:
-        yield transfer(layout, what, REDUCE_SCATTER, p.place.over, calls, elements, F32)
-        summed -= set(p.place.over)
-        elements = elements // layout.size(*p.place.over)
+        yield transfer(layout, what, REDUCE_SCATTER, p.place.group, calls, elements, F32)
+        summed -= set(p.place.group)
+        elements = elements // layout.size(*p.place.group)
     if summed:
         yield transfer(layout, what, ALL_REDUCE, summed, calls, elements, F32)
-    if p.place.dealt:
+    if p.place.deal is not None:
         yield _collected_heads(step, p, what, calls, elements)
 
 
@@ -128,7 +128,7 @@ def gathered(config: Config, p: Placed, layout: Layout, what: str, calls: int, e
         # The heads are dealt before the all-gather, so each device sends only its own part.
         own = elements
         if not p.whole:
-            own = elements // layout.size(*p.place.over)
+            own = elements // layout.size(*p.place.group)
         yield transfer(layout, what, ALL_TO_ALL, layout.split("heads"), calls, own, width)
     if not p.whole:
-        yield transfer(layout, what, ALL_GATHER, p.place.over, calls, elements, width)
+        yield transfer(layout, what, ALL_GATHER, p.place.group, calls, elements, width)

@@ -22,7 +22,7 @@ from jaxdist.mesh.split import Split
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.crossing import Crossing, Delayed, Outer, crossing_of
-from jaxdist.parallel.zero import differentiated, trained
+from jaxdist.parallel.placement import differentiated, trained
 from jaxdist.planning import communication
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.compiled import text_of

@@ -1,5 +1,7 @@
 """ZeRO's group of a parameter: several axes shard, gather and reduce it as one, but none that splits it already."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,10 @@ from jax.sharding import NamedSharding
 
 from jaxdist.config import Config
 from jaxdist.mesh import DATA, MODEL, REPLICA, make_mesh, parse_mesh
-from jaxdist.parallel import placing
+from jaxdist.parallel import placing, zero
 from jaxdist.parallel.crossing import replicas
 from jaxdist.parallel.crossing.base import cross_at_once
-from jaxdist.parallel.zero import Placement
+from jaxdist.parallel.placement import Placement
 from jaxdist.planning import parameter_layout
 from jaxdist.planning.hlo import summary
 from jaxdist.planning.predicted_collectives import ALL_GATHER, Transfer
@@ -58,23 +60,22 @@ def partial_sums(place: Placement, parts: jax.Array) -> jax.Array:
         return jax.lax.pcast(parts[0], axes, to="unreduced")
 
     of_each = P(axes, *place.use.partitions)
-    in_use = P(*place.use.partitions, unreduced=place.use.reduced)
-    return jax.shard_map(own, in_specs=of_each, out_specs=in_use)(parts)
+    return jax.shard_map(own, in_specs=of_each, out_specs=place.partial)(parts)
 
 
 def test_a_parameter_is_sharded_over_the_axes_that_do_not_split_it():
     _, layout = mesh_and_layout("data=2,model=4")
     dense = placement(layout, DENSE)
     split = placement(layout, SPLIT)
-    assert (dense.over, dense.rest) == ((DATA, MODEL), P((DATA, MODEL), None))
-    assert (split.over, split.rest) == ((DATA,), P(DATA, MODEL))
+    assert (dense.group, dense.rest) == ((DATA, MODEL), P((DATA, MODEL), None))
+    assert (split.group, split.rest) == ((DATA,), P(DATA, MODEL))
     assert split.use == P(None, MODEL, reduced={DATA})
 
 
 def test_an_axis_of_size_1_is_in_no_group():
     _, layout = mesh_and_layout("data=1,model=8")
-    assert placement(layout, DENSE).over == (MODEL,)
-    assert placement(layout, SPLIT).over == ()
+    assert placement(layout, DENSE).group == (MODEL,)
+    assert placement(layout, SPLIT).group == ()
     assert placement(layout, SPLIT).shard_dim is None
 
 
@@ -84,7 +85,7 @@ def test_one_all_gather_over_the_group_makes_a_weight_whole(axes, over):
     place = placement(layout, axes)
     w = on(mesh, WHOLE, place.rest)
     with jax.set_mesh(mesh):
-        program = jax.jit(place.gather).lower(w).compile()
+        program = jax.jit(partial(zero.gather, place)).lower(w).compile()
     used = program(w)
     assert np.array_equal(used, WHOLE)
     assert used.sharding.is_equivalent_to(NamedSharding(mesh, P(*place.use.partitions)), 2)
@@ -99,7 +100,7 @@ def test_one_reduce_scatter_over_the_group_sums_a_gradient(axes, over):
     parts = PARTS[: layout.size(*over)]
     of_each = on(mesh, parts, P(over, *place.use.partitions))
     with jax.set_mesh(mesh):
-        program = jax.jit(lambda parts: place.reduce(partial_sums(place, parts))).lower(of_each).compile()
+        program = jax.jit(lambda parts: zero.reduce(place, partial_sums(place, parts))).lower(of_each).compile()
     total = program(of_each)
     assert np.array_equal(total, parts.sum(0))
     assert total.sharding.is_equivalent_to(NamedSharding(mesh, place.rest), 2)
@@ -113,10 +114,10 @@ def test_a_pipelines_region_gathers_and_reduces_over_the_group():
     of_each = P((DATA, MODEL), None, None)
 
     def gather(w: jax.Array) -> jax.Array:
-        return place.gather_manual(w)[None]
+        return zero.gather_manual(place, w)[None]
 
     def reduce(parts: jax.Array) -> jax.Array:
-        return place.reduce_manual(parts[0])
+        return zero.reduce_manual(place, parts[0])
 
     with jax.set_mesh(mesh):
         used = jax.jit(jax.shard_map(gather, in_specs=place.rest, out_specs=of_each))(on(mesh, WHOLE, place.rest))
@@ -135,7 +136,7 @@ def test_what_the_group_has_scattered_crosses_the_replicas(stage, replica_zero, 
     assert place.held == held
     assert place.reduced.partitions == ((DATA, MODEL), None)
     with jax.set_mesh(mesh):
-        add_up = jax.jit(lambda parts: place.cross(place.reduce(partial_sums(place, parts))))
+        add_up = jax.jit(lambda parts: zero.cross(place, zero.reduce(place, partial_sums(place, parts))))
         total = add_up(on(mesh, PARTS, P((REPLICA, DATA, MODEL), None, None)))
     assert np.array_equal(total, PARTS.sum(0))
     assert total.sharding.is_equivalent_to(NamedSharding(mesh, held), 2)
@@ -146,7 +147,7 @@ def test_late_gradients_are_gathered_over_the_group_after_they_cross():
     place = placement(layout, DENSE, stage=0)
 
     def add_up(parts: jax.Array) -> jax.Array:
-        kept = replicas.kept(place, place.reduce(partial_sums(place, parts)))
+        kept = replicas.kept(place, zero.reduce(place, partial_sums(place, parts)))
         return cross_at_once({"w": place}, {"w": kept})["w"]
 
     with jax.set_mesh(mesh):

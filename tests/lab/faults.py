@@ -22,10 +22,11 @@ from jaxdist.lab.checks import memory, traffic
 from jaxdist.lab.slow_networks import replicas, server, top_k
 from jaxdist.mesh import DATA
 from jaxdist.models import Params, experts
-from jaxdist.parallel import context, placing, zero
+from jaxdist.parallel import context, placing, sink, zero
 from jaxdist.parallel.crossing import codes
 from jaxdist.parallel.experts import Rounds
 from jaxdist.parallel.pipeline import schedules
+from jaxdist.parallel.placement import Placement
 from jaxdist.planning import pipelines
 from jaxdist.training import run
 from jaxdist.training.forward.decoder import DecoderForward
@@ -91,15 +92,15 @@ def the_optimizer_is_replicated(patch: pytest.MonkeyPatch) -> None:
 
 
 def accumulators_are_whole(patch: pytest.MonkeyPatch) -> None:
-    for name in ("sink", "reduced_sums"):
-        patch.setattr(zero.Placement, name, lambda self, shape, dtype: jnp.zeros(shape, dtype))
+    for module, name in ((sink, "zeros"), (zero, "reduced_sums")):
+        patch.setattr(module, name, lambda place, shape, dtype: jnp.zeros(shape, dtype))
 
 
 def weights_are_gathered_before_the_step(patch: pytest.MonkeyPatch) -> None:
     """At stage 3 too."""
 
     def gathered(self: DecoderForward, params: Params) -> Params:
-        return jax.tree.map(lambda p, w: p.gather(w.astype(self.dtype)), self.places, params)
+        return jax.tree.map(lambda p, w: zero.gather(p, w.astype(self.dtype)), self.places, params)
 
     patch.setattr(DecoderForward, "weights", gathered)
 
@@ -124,12 +125,12 @@ def masters_are_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_are_summed_whole_and_then_cut(patch: pytest.MonkeyPatch) -> None:
-    def all_reduce(self: zero.Placement, g: jax.Array) -> jax.Array:
-        size = g.shape[self.shard_dim] // jax.lax.axis_size(DATA)
+    def all_reduce(place: Placement, g: jax.Array) -> jax.Array:
+        size = g.shape[place.shard_dim] // jax.lax.axis_size(DATA)
         start = jax.lax.axis_index(DATA) * size
-        return jax.lax.dynamic_slice_in_dim(jax.lax.psum(g, DATA), start, size, self.shard_dim)
+        return jax.lax.dynamic_slice_in_dim(jax.lax.psum(g, DATA), start, size, place.shard_dim)
 
-    patch.setattr(zero.Placement, "_reduce_scatter", all_reduce)
+    patch.setattr(zero, "_reduce_scatter", all_reduce)
 
 
 def the_betas_are_swapped(patch: pytest.MonkeyPatch) -> None:

@@ -90,4 +90,4 @@ def test_what_splits_a_weight_at_rest(data, model, shape, rest):
     assert tuple(found.rest.partitions) == rest
     assert tuple(found.use.partitions) == (None, "model", None, None)
     assert found.in_use(shape) == ((64, 4, 4, shape[3]) if model == 4 else shape)
-    assert found.exchanged == (found.dealt and rest[3] == "model")
+    assert found.exchanged == (found.deal is not None and rest[3] == "model")

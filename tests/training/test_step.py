@@ -12,8 +12,8 @@ from jaxdist import models
 from jaxdist.config import OptimizerConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.models.inputs import BlockInputs
+from jaxdist.parallel.placement import Placement
 from jaxdist.parallel.placing import ZeroOptions
-from jaxdist.parallel.zero import Placement
 from jaxdist.sharding import Layout
 from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
@@ -123,7 +123,7 @@ def test_layers_and_places_have_masks_of_their_own():
     forward.model = SimpleNamespace(block=block, embed=embed, cast=lambda params, dtype: params)
     with jax.disable_jit():
         tokens, keys = jnp.zeros((1, 2, 3), int), jax.random.split(jax.random.key(0))[None]
-        forward.places = {"blocks": {"w": Placement(jax.P(), jax.P())}}
+        forward.places = {"blocks": {"w": Placement(*4 * [jax.P()])}}
         forward.hidden({"blocks": {"w": jnp.zeros((2, 1))}}, None, tokens, BlockInputs(keys))
     assert len({row.tobytes() for keys in seen for row in keys}) == 3 * 2  # embedding and two layers, two rows each
 

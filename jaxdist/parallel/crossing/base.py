@@ -17,8 +17,9 @@ from jax.sharding import reshard
 from jaxtyping import Array, Int
 
 from jaxdist.mesh import REPLICA
+from jaxdist.parallel import zero
 from jaxdist.parallel.crossing.replicas import own_parts
-from jaxdist.parallel.zero import Placement, Placements
+from jaxdist.parallel.placement import Placement, Placements
 from jaxdist.sharding import Params, Tree
 
 F32 = 4
@@ -81,8 +82,8 @@ class Crossing:
         return None
 
     def add_up(self, places: Placements, sums: Params, state: Any, step: Int[Array, ""]) -> tuple[Params, Any]:
-        """Add up what `Placement.reduce` leaves; return (gradients, as parameters lie between steps; the new state)."""
-        return jax.tree.map(lambda p, g: p.cross(g), places, sums), None
+        """Add up what `zero.reduce` leaves; return (gradients, as parameters lie between steps; the new state)."""
+        return jax.tree.map(zero.cross, places, sums), None
 
     def add_up_kept(self, places: Placements, parts: Params, state: Any, step: Int[Array, ""]) -> tuple[Params, Any]:
         """Do what `add_up` does with gradients that were kept between two steps, as `replicas.kept` returns them."""
@@ -197,7 +198,7 @@ def dealt(places: Placements, residual: Params, count: int) -> Params:
 
 
 def cross_at_once(places: Placements, parts: Params) -> Params:
-    """Do what `Placement.cross` does for all gradients in one all-reduce; `parts` are what `replicas.kept` returns.
+    """Do what `zero.cross` does for all gradients in one all-reduce; `parts` are what `replicas.kept` returns.
 
     One, because XLA puts a loop of matmuls beside a collective, but seldom beside each of several. It is for gradients
     that all wait for the replicas, which split none of them between steps.
@@ -214,7 +215,7 @@ def cross_at_once(places: Placements, parts: Params) -> Params:
             ends.append(ends[-1] + math.prod(part.shape))
             g = total[ends[-2] : ends[-1]].reshape(part.shape[:-1])
             if place.crossing_dim is not None:
-                g = jax.lax.all_gather(g, place.over, axis=place.crossing_dim, tiled=True)
+                g = jax.lax.all_gather(g, place.group, axis=place.crossing_dim, tiled=True)
             found.append(g)
         return tuple(found)
 

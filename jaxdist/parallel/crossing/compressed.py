@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxdist.parallel.crossing.base import F32, RESIDUAL, AtRest, Call, Crossing, Message, Numbers, dealt, no_residual
 from jaxdist.parallel.crossing.codes import Compression
 from jaxdist.parallel.crossing.replicas import own_parts, partial_sums
-from jaxdist.parallel.zero import Placement, Placements
+from jaxdist.parallel.placement import Placement, Placements
 from jaxdist.sharding import Params, Tree
 
 
@@ -68,12 +68,12 @@ class Compressed(Crossing):
 def cross(
     rule: Compression, step: Int[Array, ""], place: Placement, g: Float[Array, "..."], residual: Float[Array, "... R"]
 ) -> tuple[Float[Array, "..."], Float[Array, "... R"]]:
-    """Do what `Placement.cross` does, in fewer bits; return (the sum, the new residual of each replica)."""
+    """Do what `zero.cross` does, in fewer bits; return (the sum, the new residual of each replica)."""
 
     def add(g: jax.Array, residual: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         total, new = rule.add_up(g, residual[..., 0], place.stacked, step)
         if place.crossing_dim is not None:
-            total = jax.lax.all_gather(total, place.over, axis=place.crossing_dim, tiled=True)
+            total = jax.lax.all_gather(total, place.group, axis=place.crossing_dim, tiled=True)
         return total, new[..., None]
 
     own = own_parts(place)

@@ -1,6 +1,6 @@
 """Gradients that cross one step late: each replica keeps its own part as state, and the parts cross together.
 
-Inside a program a gradient between `Placement.reduce` and `Crossing.add_up` is typed as partial sums; an array between
+Inside a program a gradient between `zero.reduce` and `Crossing.add_up` is typed as partial sums; an array between
 two programs cannot be. It is kept as [..., R], as the residual of compression is.
 """
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.parallel.crossing.base import F32, AtRest, Later, Numbers, no_residual
 from jaxdist.parallel.pipeline.pipedream import NOTHING
-from jaxdist.parallel.zero import Placements
+from jaxdist.parallel.placement import Placements
 from jaxdist.sharding import Params, Tree
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.parallel.crossing.base import F32, AtRest, Crossing, Later, Numbers
-from jaxdist.parallel.zero import Placements
+from jaxdist.parallel.placement import Placements
 from jaxdist.sharding import Params, Tree
 
 VELOCITY = "velocity"

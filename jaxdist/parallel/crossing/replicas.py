@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, reshard
 from jaxtyping import Array, Float
 
 from jaxdist.mesh import AXES, REPLICA
-from jaxdist.parallel.zero import Placement
+from jaxdist.parallel import region
+from jaxdist.parallel.placement import Placement
 from jaxdist.sharding import Tree
 
 TreeT = TypeVar("TreeT", bound=Tree)
@@ -70,12 +71,12 @@ def like(weight: Float[Array, " R"], own: Float[Array, "... R"]) -> Float[Array,
 
 
 def own_parts(place: Placement) -> P:
-    """Return how each replica's own part of a gradient lies, [..., R]: as between `Placement.reduce` and `cross`."""
+    """Return how each replica's own part of a gradient lies, [..., R]: as between `zero.reduce` and `cross`."""
     return P(*place.reduced.partitions, REPLICA if place.deferred else None)
 
 
 def kept(place: Placement, g: Float[Array, "..."]) -> Float[Array, "... R"]:
-    """Return what `Placement.reduce` returns as state: each replica's own part, as `own_parts` says."""
+    """Return what `zero.reduce` returns as state: each replica's own part, as `own_parts` says."""
 
     def own(g: jax.Array) -> jax.Array:
         return g[..., None]
@@ -85,10 +86,10 @@ def kept(place: Placement, g: Float[Array, "..."]) -> Float[Array, "... R"]:
 
 
 def partial_sums(place: Placement, parts: Float[Array, "... R"]) -> Float[Array, "..."]:
-    """Return the inverse of `kept`: partial sums over the replicas, in the type that `Placement.cross` takes."""
+    """Return the inverse of `kept`: partial sums over the replicas, in the type that `zero.cross` takes."""
 
     def typed(part: jax.Array) -> jax.Array:
-        return place.deferred_manual(part[..., 0])
+        return region.partial_sum(part[..., 0], place.deferred)
 
     return jax.shard_map(typed, in_specs=own_parts(place), out_specs=place.reduced)(parts)
 

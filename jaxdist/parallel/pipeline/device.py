@@ -13,10 +13,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.mesh import PIPELINE
-from jaxdist.parallel import region
+from jaxdist.parallel import region, zero
 from jaxdist.parallel.pipeline.layers import Layers
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
-from jaxdist.parallel.zero import Placements
+from jaxdist.parallel.placement import Placements
 from jaxdist.sharding import BATCH, RESIDUAL, SEQUENCE, Layout, Tree
 
 
@@ -91,7 +91,7 @@ def batch_specs(layout: Layout, batch: Tree) -> Tree:
 
 def own(places: Tree, weights: Tree) -> Tree:
     """Return this device's parts in use of weights at rest."""
-    return jax.tree.map(lambda p, w: p.gather_manual(w), places, weights)
+    return jax.tree.map(zero.gather_manual, places, weights)
 
 
 def get(buffers: Tree, slot: jax.Array | int) -> Tree:

@@ -34,13 +34,13 @@ from jax.sharding import reshard
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.mesh import PIPELINE
-from jaxdist.parallel import region
+from jaxdist.parallel import region, zero
 from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.device import Device, Program, batch_specs, get, own, put
 from jaxdist.parallel.pipeline.layers import Backward, Ring, Slot, Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import Rows, Table
-from jaxdist.parallel.zero import Placements, differentiated
+from jaxdist.parallel.placement import Placements, differentiated
 from jaxdist.sharding import Layout, Params, Tree, wide
 
 SHARED = "the_same_on_all_ranks"
@@ -395,7 +395,7 @@ class Region(Device):
     def end(self, carry: Carry) -> Tree:
         """Return the loss, or the loss, gradients and aux, with what is left to reduce once per step.
 
-        Sums over the replicas stay partial: `Placement.cross` adds them up.
+        Sums over the replicas stay partial: `zero.cross` adds them up.
         """
         if not self.differentiates:
             return carry["loss"]
@@ -408,7 +408,7 @@ class Region(Device):
         aux = _reduced(self.aux_places, jax.tree.map(lambda a: a[:, None], carry["aux"]))
         sums = grads, aux
         places = part_of(self.places, grads), self.aux_places
-        return loss, *jax.tree.map(lambda p, g: p.deferred_manual(g), places, sums)
+        return loss, *jax.tree.map(lambda p, g: region.partial_sum(g, p.deferred), places, sums)
 
     def part(self, micro: jax.Array) -> Tree:
         """Return one micro-batch."""
@@ -427,4 +427,4 @@ def _add(sums: Tree, values: Tree) -> Tree:
 
 
 def _reduced(places: Tree, grads: Tree) -> Tree:
-    return jax.tree.map(lambda p, g: p.reduce_manual(g), places, grads)
+    return jax.tree.map(zero.reduce_manual, places, grads)

@@ -26,11 +26,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.mesh import PIPELINE
-from jaxdist.parallel import region
+from jaxdist.parallel import region, zero
 from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.split import Halves, halves
 from jaxdist.parallel.pipeline.stages import Stages
-from jaxdist.parallel.zero import differentiated
+from jaxdist.parallel.placement import differentiated
 from jaxdist.sharding import Tree, wide
 
 Ring = list[Array]
@@ -160,7 +160,7 @@ class Layers:
         """Return the weights of a layer in use: at ZeRO 3 they are gathered here."""
         if self.stage < 3:
             return w
-        return jax.tree.map(lambda p, w: p.gather_manual(w), self.places, w)
+        return jax.tree.map(zero.gather_manual, self.places, w)
 
     def _of_layers(self, valid: jax.Array, aux: Tree) -> Tree:
         """Return the aux of a layer, and zeros for padding."""
@@ -333,7 +333,7 @@ class Backward:
 
         dw = jax.tree.map(masked, dw)
         if self.layers.stage >= 2:
-            dw = jax.tree.map(lambda p, g: p.reduce_manual(g), part_of(self.layers.places, dw), dw)
+            dw = jax.tree.map(zero.reduce_manual, part_of(self.layers.places, dw), dw)
         return jax.tree.map(add, sums, dw)
 
 

@@ -35,12 +35,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxdist.mesh import AXES, PIPELINE
-from jaxdist.parallel import region
+from jaxdist.parallel import region, zero
 from jaxdist.parallel.partial_trees import part_of
 from jaxdist.parallel.pipeline.device import Device, Program, batch_specs, get, own, put
 from jaxdist.parallel.pipeline.layers import Backward, Slot, Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, of_layers
-from jaxdist.parallel.zero import Placements, differentiated
+from jaxdist.parallel.placement import Placements, differentiated
 from jaxdist.sharding import Layout, Params, Tree, wide
 
 Carry = dict[str, Any]
@@ -287,8 +287,8 @@ class Round(Device):
             grads, dx = self.layers_backward.backward(unit, dy, *kept, self._empty_sums(version, unit), True)
             grads = jax.tree.map(lambda g: g[0], grads)
             if self.stage < 2:  # from stage 2 on, `Backward.backward` has reduced them
-                grads = jax.tree.map(lambda p, g: p.reduce_manual(g), part_of(self.stage_places, grads), grads)
-            aux = jax.tree.map(lambda p, a: p.reduce_manual(a), self.aux_places, get(carry["aux"], slot))
+                grads = jax.tree.map(zero.reduce_manual, part_of(self.stage_places, grads), grads)
+            aux = jax.tree.map(zero.reduce_manual, self.aux_places, get(carry["aux"], slot))
             params, optimizer, square = self.updated(carry, slot, {BLOCKS: grads}, aux, optimizer, params)
             return params, optimizer, put(squares, square, slot), dx
 
@@ -347,7 +347,7 @@ class Round(Device):
         first = region.add_up(jnp.where(self.rank == 0, dx, jnp.zeros((), dx.dtype)), (PIPELINE,))
         (grads,) = vjp(region.vary(first, region.varying(x)))
         grads = jax.tree.map(jnp.add, get(carry["of_head"], self.head_slot_of(batch)), grads)
-        grads = jax.tree.map(lambda p, g: p.reduce_manual(g), self.top_places, grads)
+        grads = jax.tree.map(zero.reduce_manual, self.top_places, grads)
         old_optimizer = _tops(carry["optimizer"])
         old_params = _tops(carry["params"])
         params, optimizer, square = self.updated(carry, slot, grads, {}, old_optimizer, old_params)

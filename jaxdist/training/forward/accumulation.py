@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.models import ModelT, Params
 from jaxdist.models.decoder import Aux
-from jaxdist.parallel import zero
+from jaxdist.parallel import sink, zero
 from jaxdist.parallel.partial_trees import joined, part_of
+from jaxdist.parallel.placement import differentiated
 from jaxdist.sharding import wide
 from jaxdist.training.forward.base import ForwardBase
 from jaxdist.training.forward.step import Batch, Further, Summed
@@ -51,17 +52,17 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
         rest = super().weights(params)
         if self.stage == 3:
             return rest
-        return jax.tree.map(lambda p, w: p.gather(w), part_of(self.places, rest), rest)
+        return jax.tree.map(zero.gather, part_of(self.places, rest), rest)
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
-        """Return loss and gradients, summed over all micro-batches and devices; gradients wait for `Placement.cross`.
+        """Return loss and gradients, summed over all micro-batches and devices; gradients wait for `zero.cross`.
 
         Below stage 2 gradients are reduced once, after the last micro-batch; from stage 2 on in every layer's backward
         pass. Aux are few numbers, and always reduced at the end.
         """
         make = self._reduce_at_the_end if self.stage < 2 else self._reduce_in_layers
         loss, grads, variables, further, aux = make(weights, variables, batch, step)
-        aux = jax.tree.map(lambda p, a: p.reduce(a), self.aux_places, aux)
+        aux = jax.tree.map(zero.reduce, self.aux_places, aux)
         return loss, grads, variables, further, aux
 
     def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Further]:
@@ -76,11 +77,11 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
         reduced gradients.
         """
         if self.stage < 2:
-            learning = zero.differentiated(self.places, weights)
-            return jax.tree.map(lambda p, w: p.partial_sums(w), self.differentiated_places, learning)
+            learning = differentiated(self.places, weights)
+            return jax.tree.map(zero.partial_sums, self.differentiated_places, learning)
         dtype = wide(self.dtype)
-        learning = zero.differentiated(self.places, self.abstract)
-        return jax.tree.map(lambda p, w: p.reduced_sums(w.shape, dtype), self.differentiated_places, learning)
+        learning = differentiated(self.places, self.abstract)
+        return jax.tree.map(lambda p, w: zero.reduced_sums(p, w.shape, dtype), self.differentiated_places, learning)
 
     def _reduce_at_the_end(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Stages 0 and 1: each device accumulates its own whole gradients in f32; they are reduced once, at the end."""
@@ -89,18 +90,18 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
             return self.loss(joined(weights, learning), None, variables, parts, step)
 
         # Each device adds up its own sums: nothing moves before all micro-batches are through.
-        learning = zero.differentiated(self.places, weights)
+        learning = differentiated(self.places, weights)
         zeros = self.accumulators(weights)
         loss, grads, *rest = self._accumulate(loss_of, learning, zeros, variables, _one_by_one(batch))
-        grads = jax.tree.map(lambda p, g: p.reduce(g), self.differentiated_places, grads)
+        grads = jax.tree.map(zero.reduce, self.differentiated_places, grads)
         return loss, grads, *rest
 
     def _reduce_in_layers(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Stages 2 and 3: each layer's gradient is reduced as it is made, and only its shard is kept."""
         # A sink is zeros in the shape of a parameter at rest: its gradient is the reduced gradient of the weight.
         dtype = wide(self.dtype)
-        learning = zero.differentiated(self.places, self.abstract)
-        sinks = jax.tree.map(lambda p, w: p.sink(w.shape, dtype), self.differentiated_places, learning)
+        learning = differentiated(self.places, self.abstract)
+        sinks = jax.tree.map(lambda p, w: sink.zeros(p, w.shape, dtype), self.differentiated_places, learning)
 
         def loss_of(sinks: Params, variables: Params, parts: Batch) -> Outcome:
             return self.loss(weights, sinks, variables, parts, step)

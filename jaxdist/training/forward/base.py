@@ -15,10 +15,11 @@ from jaxtyping import Array, Float, Int, Key
 from jaxdist.config import Config
 from jaxdist.models import Model, ModelT, Params
 from jaxdist.models.decoder import Aux
+from jaxdist.parallel import zero
 from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
+from jaxdist.parallel.placement import Placements, differentiated
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.parallel.zero import Placements, differentiated
 from jaxdist.sharding import wide
 from jaxdist.training.forward import balance
 from jaxdist.training.forward.step import Batch, Further
@@ -93,7 +94,7 @@ class ForwardBase(Generic[ModelT]):
 
     def weights(self, params: Params) -> Params:
         """Return the parameters, or some of them, in the compute dtype, at rest in each replica."""
-        return jax.tree.map(lambda p, w: p.gather_replicas(w), part_of(self.places, params), self.cast(params))
+        return jax.tree.map(zero.gather_replicas, part_of(self.places, params), self.cast(params))
 
     def count(self, batch: Batch) -> Int[Array, ""]:
         """Return the number that sums over `batch` are divided by; by default, its labels that count."""

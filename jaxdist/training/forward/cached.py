@@ -20,7 +20,7 @@ from jaxdist.models import Params, build_decoder
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.decoding import Cache, attend_to_slots
 from jaxdist.models.inputs import BlockInputs
-from jaxdist.parallel import placing, region
+from jaxdist.parallel import placing, region, zero
 from jaxdist.parallel.context import Starts, join_over
 from jaxdist.parallel.pipeline.relay import Layer, Place, relay
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
@@ -63,7 +63,7 @@ class CachedForward:
         """
         weights = self.forward.weights(to_device(params))
         if self.piped and not self.gathers:
-            weights = jax.tree.map(lambda place, w: place.gather(w), self.forward.places, weights)
+            weights = jax.tree.map(zero.gather, self.forward.places, weights)
         return jax.tree.map(reshard, weights, self._weight_specs)
 
     def prefill(
@@ -200,7 +200,7 @@ class CachedForward:
     def _in_use(self, places: Tree, weights: Tree) -> Tree:
         """Return weights in use: at ZeRO 3 they are gathered here."""
         if self.gathers:
-            return jax.tree.map(lambda place, w: place.gather_manual(w), places, weights)
+            return jax.tree.map(zero.gather_manual, places, weights)
         return jax.tree.map(lambda place, w: region.vary(w, place.use.reduced), places, weights)
 
     def _with_blocks(self, tops: Params) -> Params:

@@ -20,8 +20,9 @@ from jaxdist.models.decoder import Aux
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.parallel import placing
 from jaxdist.parallel.pipeline.stages import BLOCKS
+from jaxdist.parallel.placement import Placements
+from jaxdist.parallel.sink import in_use
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.parallel.zero import Placements, in_use
 from jaxdist.sharding import LAYERS, Layout, Tree
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
 from jaxdist.training.forward.balance import weighed

@@ -26,10 +26,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.config import RequestError
 from jaxdist.models import Params
+from jaxdist.parallel import zero
 from jaxdist.parallel.crossing import replicas
 from jaxdist.parallel.crossing.outer import Outer, OuterState
 from jaxdist.parallel.partial_trees import joined, part_of, without
-from jaxdist.parallel.zero import Placement
+from jaxdist.parallel.placement import Placement
 from jaxdist.sharding import Tree
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.step import Batch, Metrics, Step, TrainState
@@ -128,7 +129,8 @@ class LocalStep(Step):
     def _steered_by_all(self, params: Params, changes: Params) -> Params:
         """Return the parameters that have no gradient: they become the mean of the replicas'."""
         places = without(self.places, self.differentiated)
-        return jax.tree.map(lambda p, w, d: w - p.cross(d), places, part_of(params, places), part_of(changes, places))
+        total = jax.tree.map(zero.cross, places, part_of(changes, places))
+        return jax.tree.map(lambda w, d: w - d, part_of(params, places), total)
 
     def _of_each(self, tree: Tree) -> Tree:
         return replicas.of_each(tree, self.crossing.replicas)

@@ -13,7 +13,7 @@ from jaxdist.mesh import BATCH_AXES
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign, LossFunction, cast
 from jaxdist.parallel import foreign, placing
-from jaxdist.parallel.zero import in_use
+from jaxdist.parallel.sink import in_use
 from jaxdist.sharding import Layout, wide
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
 from jaxdist.training.forward.base import count_rows

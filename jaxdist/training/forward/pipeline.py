@@ -22,8 +22,8 @@ from jaxdist.parallel.pipeline.pipedream import PipeDream
 from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import make_table
+from jaxdist.parallel.placement import Placements
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.parallel.zero import Placements
 from jaxdist.sharding import LAYERS, STAGES, Layout, Tree
 from jaxdist.training.forward.balance import weighed
 from jaxdist.training.forward.base import ForwardBase, ForwardOptions, made_at_rest

@@ -21,11 +21,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.models import Params
 from jaxdist.models.decoder import Aux
+from jaxdist.parallel import zero
 from jaxdist.parallel.crossing.base import Crossing
 from jaxdist.parallel.partial_trees import joined, part_of, without
 from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.parallel.placement import Placement, Placements, differentiated, trained
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.parallel.zero import Placement, Placements, differentiated, trained
 from jaxdist.sharding import Tree, scale_partial
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.optimizer import clip
@@ -112,7 +113,7 @@ class Forward(Protocol):
         """Return the parameters in the compute dtype, gathered if that is done once per step."""
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
-        """Sum over all micro-batches and devices; `zero.Placement.cross` adds up gradients and aux, both in f32."""
+        """Sum over all micro-batches and devices; `zero.cross` adds up gradients and aux, both in f32."""
 
     def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Further]:
         """Return (summed loss, further sums)."""
@@ -299,7 +300,7 @@ class Step:
         made = self._means(self.weights_of(state), state.variables, batch, state.step)
         loss, sums, count, variables, further, aux = made
         grads, crossing = self.crossing.add_up(self.differentiated, sums, state.crossing, state.step)
-        aux = jax.tree.map(lambda p, a: p.cross(a), self.forward.aux_places, aux)
+        aux = jax.tree.map(zero.cross, self.forward.aux_places, aux)
         further = further | self.forward.reported(aux, batch)
         updated, norm = self.updated(state._replace(crossing=crossing), grads, aux)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
