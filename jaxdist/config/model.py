@@ -54,6 +54,12 @@ FAMILIES = {
 }
 """The model families by the names that `model.family` accepts."""
 
+EXPERT_SIZES = ("experts", "expert_mlp", "shared_experts")
+"""The knobs that make the number of parameters of experts."""
+
+SIZES = ("layers", "embed", "heads", "head_dim", "kv_heads", "mlp", "vocab", "sequence", "positions", *EXPERT_SIZES)
+"""The knobs that make the number of parameters of a decoder."""
+
 
 class ModelConfig(Section):
     """Model family (a text decoder or an image classifier) and its sizes."""
@@ -195,6 +201,17 @@ class ModelConfig(Section):
     def expert_size(self) -> int:
         """Width of each expert, with the default filled in."""
         return self.expert_mlp or self.mlp_size
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that make the number of parameters, by their knobs; one of 0 follows from the others."""
+        unused = () if self.traits.routed else EXPERT_SIZES
+        return {knob: getattr(self, knob) for knob in SIZES if knob not in unused}
+
+    @property
+    def width_knob(self) -> str:
+        """The knob that gives `split_width`."""
+        return "expert_mlp" if self.traits.routed and self.expert_mlp else "mlp"
 
     @property
     def split_width(self) -> int:

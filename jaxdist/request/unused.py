@@ -98,12 +98,12 @@ def experts(config: Config, known: Known) -> str:
 
 
 @needs("model.family", "model.expert_mlp")
-def width_of_experts(config: Config, known: Known) -> str:
-    """Need a layer whose width is not that of an expert."""
+def width_of_mlp(config: Config, known: Known) -> str:
+    """Need a layer whose width is that of an MLP."""
     model = config.model
-    if model.traits.routed and model.expert_mlp:
-        return f"model.family {model.family} with model.expert_mlp {model.expert_mlp}"
-    return ""
+    if model.width_knob == "mlp":
+        return ""
+    return f"model.family {model.family} with model.{model.width_knob} {model.split_width}"
 
 
 @needs("model.sequence", own=True)
@@ -330,7 +330,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "model.qkv_bias": (text, rotary),
     "model.qk_norm": (text, rotary),
     "model.norm_eps": (text,),
-    "model.mlp": (text, width_of_experts),
+    "model.mlp": (text, width_of_mlp),
     "model.experts": (experts,),
     "model.experts_per_token": (experts,),
     "model.expert_mlp": (experts,),

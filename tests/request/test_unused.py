@@ -21,7 +21,7 @@ BY_REQUEST = {
     "learned_positions": ({}, {"model.family": "llama"}),
     "dropout": ({}, {"model.family": "llama"}),
     "experts": ({"model.family": "moe"}, {"model.family": "llama"}),
-    "width_of_experts": ({"model.family": "moe"}, {"model.family": "moe", "model.expert_mlp": "32"}),
+    "width_of_mlp": ({"model.family": "moe"}, {"model.family": "moe", "model.expert_mlp": "32"}),
     "longer_rows": ({}, {"model.sequence": "16"}),
     "adapters": ({"model.lora_rank": "4"}, {}),
     "model_axis": ({"mesh": "1x2x1"}, {"mesh": "2x1x1"}),

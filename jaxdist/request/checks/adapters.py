@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from jaxdist.config import Config, lora
 from jaxdist.config.lora_targets import parse
+from jaxdist.config.matmuls import matmuls_of
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import remedy
 from jaxdist.request.checks.mesh import fit
@@ -20,7 +21,9 @@ def _targets(config: Config) -> Iterator[str]:
     possible = lora.targets_of(model)
     wrong = [target for target in parse(model.lora_targets) if target not in possible]
     if wrong:
-        why = "has experts in its place, which stay as they are" if model.traits.routed else "has no such weight"
+        why = "has no such weight"
+        if not all(matmul.adaptable for matmul in matmuls_of(model).values()):
+            why = "has experts in its place, which stay as they are"
         yield (
             f"model.lora_targets names {', '.join(wrong)}, but model.family {model.family} {why}; choose among "
             f"{', '.join(possible)}"

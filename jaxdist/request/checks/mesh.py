@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxdist.config import Config, ModelConfig, RequestError, nearest
+from jaxdist.config import Config, RequestError, nearest
 from jaxdist.mesh import (
     AUTO,
     BATCH_AXES,
@@ -249,17 +249,13 @@ def _key_value_heads(split: Split) -> Iterator[str]:
 @fit("model.family", "model.embed", "model.mlp", "model.expert_mlp", "parallel.rules.mlp")
 def _mlp(split: Split) -> Iterator[str]:
     model = split.config.model
-    knob = _width_knob(model)
     size = model.split_width
-    value = f"{knob} {model.expert_mlp or model.mlp}"
-    if not (model.expert_mlp or model.mlp):
+    given = getattr(model, model.width_knob)
+    knob = f"model.{model.width_knob}"
+    value = f"{knob} {given}"
+    if not given:
         value += f", which means {size},"
     yield from _divides(split, knob, value, to(knob, multiples(split.size(MODEL), size)))
-
-
-def _width_knob(model: ModelConfig) -> str:
-    """Return the knob that gives the width of an MLP, or of an expert."""
-    return "model.expert_mlp" if model.traits.routed and model.expert_mlp else "model.mlp"
 
 
 @fit("model.sequence", "parallel.sequence")
@@ -293,7 +289,7 @@ def _sizes(config: Config) -> dict[str, int]:
         return {}
     sizes = {
         "model.heads": (rules.heads, model.heads),
-        _width_knob(model): (rules.mlp, model.split_width),
+        f"model.{model.width_knob}": (rules.mlp, model.split_width),
         "model.sequence": (MODEL if config.parallel.sequence else "", model.sequence),
     }
     return {knob: size for knob, (axis, size) in sizes.items() if axis == MODEL}

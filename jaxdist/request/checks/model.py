@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from jaxdist.config import Config, ModelConfig
 from jaxdist.config.matmuls import matmuls_of
+from jaxdist.config.model import SIZES
 from jaxdist.output.units import closest, divisors, multiples, remedy, to
 from jaxdist.request.checks.registry import check
 
@@ -25,21 +26,13 @@ def decoder_parameters(model: ModelConfig) -> int:
     return model.layers * layer + table_rows * model.embed
 
 
-SIZES = ("layers", "embed", "heads", "head_dim", "kv_heads", "mlp", "vocab", "sequence", "positions")
-
-SIZES_OF_EXPERTS = ("experts", "expert_mlp", "shared_experts")
-
-
-@check("model.family", "model.tied", *(f"model.{size}" for size in (*SIZES, *SIZES_OF_EXPERTS)))
+@check("model.family", "model.tied", *(f"model.{size}" for size in SIZES))
 def _parameters(config: Config) -> Iterator[str]:
     if config.model.images:
         return
     count = decoder_parameters(config.model)
     if count > MOST_PARAMETERS:
-        names = (*SIZES, *SIZES_OF_EXPERTS) if config.model.traits.routed else SIZES
-        sizes = [(f"model.{name}", getattr(config.model, name)) for name in names]
-        # A size of 0 follows from the others.
-        given = ", ".join(f"{name} {value}" for name, value in sizes if value)
+        given = ", ".join(f"model.{knob} {size}" for knob, size in config.model.sizes.items() if size)
         yield (
             f"{given} make a model of {count:.3g} parameters; at most {MOST_PARAMETERS:.3g} are planned or trained: "
             f"lower one of them"
