@@ -30,6 +30,16 @@ class Piece:
     dims: tuple[str, ...]
     """The letters of each of its dims. "KGH" is one dim that counts K, G and H, the outermost first."""
 
+    def name_at(self, place: Place) -> str:
+        """Return its name in a layer and expert; beside the layers, or without experts, it has no such number."""
+        layer, expert, *_ = (*place, 0, 0)
+        return self.name.format(layer=layer, expert=expert)
+
+    @property
+    def names(self) -> str:
+        """All its names, with a star for each number."""
+        return self.name.format(layer="*", expert="*")
+
     @property
     def letters(self) -> str:
         """The letters of all its dims: with one dim for each of them, its numbers lie in the same order."""

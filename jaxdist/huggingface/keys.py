@@ -6,10 +6,11 @@ configuration classes of transformers 4.40 to 5.24.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxdist.config import FAMILIES
+from jaxdist.config import FAMILIES, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Setting:
     """The value that null stands for; None where null is not valid, but as false where that is the default."""
     other: str = ""
     """Another name of the key, which some versions of transformers write."""
+    factor: Callable[[ModelConfig], float] | None = None
+    """What their value must be multiplied by, to be ours."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,6 @@ class ModelType:
         """Whether positions are rotary."""
         return FAMILIES[self.family].rotary
 
-    @property
-    def routed(self) -> bool:
-        """Whether the layers have experts."""
-        return FAMILIES[self.family].routed
-
 
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 """Keys of rotary positions, which `rope.py` reads."""
@@ -89,6 +87,14 @@ def _decoder(vocab: int, kv_heads: int, mlp: int, head_dim: int = 0) -> dict[str
         "rms_norm_eps": Setting("norm_eps", 1e-6),
         "tie_word_embeddings": Setting("tied", False),
     }
+
+
+def _balance_losses(model: ModelConfig) -> float:
+    """Return the factor of their coefficient of the load-balancing loss.
+
+    Where the load is even, their loss is k, the mean over layers. Ours is 1 in each layer, and layers are added up.
+    """
+    return model.experts_per_token / model.layers
 
 
 ROUTED = {"balance_rate": 0.0, "router": "softmax", "router_scale": 1.0, "shared_experts": 0}
@@ -145,7 +151,7 @@ MODEL_TYPES = {
             "rms_norm_eps": Setting("norm_eps", 1e-5),
             "num_experts_per_tok": Setting("experts_per_token", 2),
             "num_local_experts": Setting("experts", 8, other="num_experts"),
-            "router_aux_loss_coef": Setting("balance_loss", 0.001),
+            "router_aux_loss_coef": Setting("balance_loss", 0.001, factor=_balance_losses),
         },
         allowed={**SILU, "router_jitter_noise": (0.0,)},
         implied={**ROUTED, "router_renormalize": True},
@@ -170,7 +176,7 @@ MODEL_TYPES = {
             "num_experts": Setting("experts", 64, other="num_local_experts"),
             "num_experts_per_tok": Setting("experts_per_token", 8),
             "norm_topk_prob": Setting("router_renormalize", False),
-            "router_aux_loss_coef": Setting("balance_loss", 0.01),
+            "router_aux_loss_coef": Setting("balance_loss", 0.01, factor=_balance_losses),
         },
         allowed={**SILU, **NO_BIAS, "clip_qkv": (None,)},
         implied={**ROUTED, "qk_norm": "full"},
@@ -188,7 +194,7 @@ MODEL_TYPES = {
             "num_experts": Setting("experts", 128, other="num_local_experts"),
             "num_experts_per_tok": Setting("experts_per_token", 8),
             "norm_topk_prob": Setting("router_renormalize", False),
-            "router_aux_loss_coef": Setting("balance_loss", 0.001),
+            "router_aux_loss_coef": Setting("balance_loss", 0.001, factor=_balance_losses),
         },
         allowed={
             **SILU,

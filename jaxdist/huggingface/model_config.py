@@ -39,11 +39,14 @@ SLIDING = "sliding_attention"
 RESOLVED = {
     "kv_heads": "key_value_heads",
     "head_dim": "head_size",
-    "mlp": "mlp_size",
+    "mlp": "split_width",
     "expert_mlp": "expert_size",
     "positions": "position_rows",
 }
-"""Knobs of `model` whose 0 stands for another value, and the property that has it."""
+"""Knobs of `model` whose 0 stands for another value, and the property that has it.
+
+A model with experts has no other MLP, so that either knob gives their width.
+"""
 
 
 def model_values(folder: Folder) -> dict[str, Any]:
@@ -76,17 +79,11 @@ def model_values(folder: Folder) -> dict[str, Any]:
     problems += _invalid(values, keys)
     if problems:
         raise RequestError(*(f"{folder.path / CONFIG}: {problem}" for problem in problems))
-    if kind.routed:
-        values["balance_loss"] *= _balance_losses(values["layers"], values["experts_per_token"])
+    model = ModelConfig(**values)
+    for setting in kind.settings.values():
+        if setting.factor:
+            values[setting.knob] *= setting.factor(model)
     return values
-
-
-def _balance_losses(layers: int, per_token: int) -> float:
-    """Return what their coefficient of the load-balancing loss must be multiplied by, to be ours.
-
-    Where the load is even, their loss is k, the mean over layers. Ours is 1 in each layer, and layers are added up.
-    """
-    return per_token / layers
 
 
 def model_type_of(folder: Folder) -> ModelType:
@@ -126,9 +123,6 @@ def differing(values: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
     ours = theirs.model_copy(update=given)
     for name in given:
         attribute = RESOLVED.get(name, name)
-        if name == "mlp" and theirs.traits.routed:
-            # A model with experts has no other MLP.
-            attribute = "expert_size"
         if getattr(theirs, attribute) != getattr(ours, attribute):
             yield name
 
@@ -151,8 +145,8 @@ def to_json(model: ModelConfig, *, maximum: int, dtype: str, model_type: str | N
     config.update((key, values[0]) for key, values in kind.allowed.items())
     for key, setting in kind.settings.items():
         config[key] = getattr(model, RESOLVED.get(setting.knob, setting.knob))
-    if kind.routed:
-        config.update(_routed_json(model, kind))
+        if setting.factor:
+            config[key] /= setting.factor(model)
     if kind.rotary:
         config.update(rope_json(model.rope_theta, model.rope))
         config.update(_window_json(model, kind))
@@ -273,15 +267,6 @@ def _window_json(model: ModelConfig, kind: ModelType) -> dict[str, Any]:
         "max_window_layers": 0 if window else model.layers,
         "layer_types": [layer_type] * model.layers,
     }
-
-
-def _routed_json(model: ModelConfig, kind: ModelType) -> dict[str, Any]:
-    """Return the keys of a model with experts that are not written as their knobs are."""
-    factor = _balance_losses(model.layers, model.experts_per_token)
-    config = {"router_aux_loss_coef": model.balance_loss / factor}
-    if "intermediate_size" in kind.settings:
-        config["intermediate_size"] = model.expert_size
-    return config
 
 
 def _type_for(model: ModelConfig, preferred: str | None) -> str:

@@ -57,9 +57,7 @@ class PlacedPiece:
 
     def name(self, place: Place) -> str:
         """Return the name of their tensor in a layer and expert."""
-        # A piece outside of the layers, or without experts, has no such number in its name.
-        layer, expert, *_ = (*place, 0, 0)
-        return self.piece.name.format(layer=layer, expert=expert)
+        return self.piece.name_at(place)
 
     def box(self, spans: Spans) -> tuple[Span, ...] | None:
         """Return the part of `split_shape` that lies in these spans of ours; None where no number does."""

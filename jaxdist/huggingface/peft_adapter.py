@@ -110,7 +110,7 @@ class Module:
     def halves(self, model: ModelConfig) -> Iterator[Half]:
         """Yield PEFT's two tensors of each layer."""
         for layer in range(model.layers):
-            name = PREFIX + self.piece.name.format(layer=layer).removesuffix(".weight")
+            name = PREFIX + self.piece.name_at((layer,)).removesuffix(".weight")
             yield Half(f"{name}.lora_A.weight", self, model, layer, first=True)
             yield Half(f"{name}.lora_B.weight", self, model, layer, first=False)
 

@@ -67,7 +67,7 @@ def parameters(run: Run, folder: Path, abstract: Params) -> Params:
     params = read_parameters(folder, model, abstract)
     theirs = {}
     for leaf in family_of(model).leaves:
-        theirs[leaf.path] = ", ".join(piece.name.format(layer="*", expert="*") for piece in leaf.pieces)
+        theirs[leaf.path] = ", ".join(piece.names for piece in leaf.pieces)
     check_loaded(params, f"'{folder}'", "download it again, or name other weights", theirs)
     return params
 
