@@ -19,6 +19,7 @@ from jaxdist.weights.source import source_of
 if TYPE_CHECKING:
     import numpy as np
 
+    from jaxdist.mesh.split import Split
     from jaxdist.planning.clusters import Cluster
     from jaxdist.planning.cross_compile import Lower
     from jaxdist.planning.report import Report
@@ -102,22 +103,22 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
         sites = where.sites(count)
     if config.precision == "auto":
         config = config.model_copy(update={"precision": "bfloat16" if gpu else "float32"})
-    check_mesh_fits(Split(config, shape))
+    split = Split(config, shape)
+    check_mesh_fits(split)
     numbers = device_numbers(shape, sites)
-    if not Split(config, shape).crossing_traits.apart:
-        return _compiled(Report, config, numbers, count, partial(lower_step, config, sites=sites), target, where)
+    if not split.crossing_traits.apart:
+        return _compiled(Report, split, numbers, count, partial(lower_step, config, sites=sites), target, where)
     lower = partial(lower_outer_step, config, sites=sites)
-    outer = _compiled(OuterReport, config, numbers, count, lower, target, where)
+    outer = _compiled(OuterReport, split, numbers, count, lower, target, where)
     # Replicas differ only in their devices.
     numbers = numbers.take([0], axis=AXES.index(REPLICA))
     lower = partial(lower_local_step, config, sites=sites)
-    own = of_local_step(config, outer.layout)
-    return replace(_compiled(Report, own, numbers, count, lower, target, where), outer=outer)
+    return replace(_compiled(Report, of_local_step(split), numbers, count, lower, target, where), outer=outer)
 
 
 def _compiled(
     kind: type[ReportT],
-    config: Config,
+    split: Split,
     numbers: np.ndarray,
     count: int,
     lower: Lower,
@@ -126,23 +127,23 @@ def _compiled(
 ) -> ReportT:
     """Compile `lower(devices)` for `count` devices, and return the report of this kind.
 
-    `numbers` has those of the devices that the program's mesh has, as `mesh.device_numbers` does; `config` is what they
+    `numbers` has those of the devices that the program's mesh has, as `mesh.device_numbers` does; `split` is what they
     compute.
     """
     from jaxdist import models
     from jaxdist.cluster import xla_options
     from jaxdist.cluster.rendezvous import across_hosts
     from jaxdist.mesh import AXES, abstract_mesh
-    from jaxdist.mesh.split import Split
     from jaxdist.models.attention import effective_window, unknown_mask
     from jaxdist.planning import clusters
     from jaxdist.planning.cross_compile import compile_apart
+    from jaxdist.planning.sharded_model import ShardedModel
     from jaxdist.planning.target import gpu_of
     from jaxdist.sharding import Layout
 
     gpu = gpu_of(target) if target else None
     mesh = abstract_mesh(dict(zip(AXES, numbers.shape, strict=True)))
-    split = Split(config, mesh.shape)
+    config = split.config
     layout = Layout.of(split, mesh, gpu or CPU)
     program = compile_apart(lower, target, count)
     if target:
@@ -163,7 +164,8 @@ def _compiled(
     if unknown and gpu:
         notes.append(f"attention runs in blocks of queries, because {unknown}")
     program = replace(program, notes=tuple(notes))
-    return kind(config, models.build(config.model, layout), layout, mesh, program, target, gpu, where)
+    sharded = ShardedModel(split, models.build(config.model, layout), layout)
+    return kind(sharded, mesh, program, target, gpu, where)
 
 
 class CPU:

@@ -8,11 +8,13 @@ import pytest
 
 from jaxdist import models, train
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RequestError, TrainConfig
+from jaxdist.explain import explain
 from jaxdist.mesh import AXES, PIPELINE, _parsed, abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split, own_heads, own_rows, own_tokens, saved_by_layer
 from jaxdist.parallel.pipeline.schedules import make
-from jaxdist.planning import sharded_model
+from jaxdist.planning import cross_compile, sharded_model
 from jaxdist.planning.clusters import cluster
+from jaxdist.planning.cross_compile import Program
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.estimate import estimate
 from jaxdist.request import check_mesh_fits
@@ -170,6 +172,16 @@ def test_a_request_is_split_once_as_it_is_written_and_once_on_its_devices(monkey
     assert _parsed.cache_info().misses == 1
     assert calls["__init__"] == 2
     assert (calls["lay_out"], calls["pipeline_of"]) == (1, 1)
+
+
+def test_explain_splits_a_request_once(monkeypatch):
+    program = Program("", 1, 1, 0, 1, 0.1, 0.1, 1, "0.10.2")
+    monkeypatch.setattr(cross_compile, "compile_apart", lambda *_: program)
+    calls = counted(monkeypatch, (Split, "__init__"), (sharded_model, "lay_out"), (sharded_model, "pipeline_of"))
+    report = explain(Config(mesh="data=2,pipeline=2"))
+    assert report.memory.total > 0
+    assert report.transfers
+    assert calls == {"__init__": 1, "lay_out": 1, "pipeline_of": 1}
 
 
 def test_a_candidate_of_a_search_is_split_and_laid_out_once(monkeypatch):

@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
-from jaxdist.config import Config
-from jaxdist.mesh.split import Split, compute_width, own_heads
-from jaxdist.models import Model
+from dataclasses import replace
+
+from jaxdist.mesh.split import own_heads
 from jaxdist.output.units import counted, size
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.planning.sharded_model import ShardedModel
-from jaxdist.sharding import SEQUENCE, Layout
+from jaxdist.sharding import SEQUENCE
 
 
-def cache_bytes(config: Config, layout: Layout, rows: int) -> int:
+def cache_bytes(sharded: ShardedModel, rows: int) -> int:
     """Return the bytes of the cache on each device for a number of rows on the mesh: exact.
 
     That is 2 L S K H numbers in the compute dtype for each row (Shazeer 2019, section 2.4.1), over the devices that
     share them: rows over the batch, S over `context`, L over `pipeline`, and K over `model`, where fewer heads than
-    devices are repeated. Uneven stages are padded. `config.precision` is resolved, no longer `auto`.
+    devices are repeated. Uneven stages are padded.
     """
-    sizes = config.model
-    stages = stages_of(Split(config, dict(layout.axes)))
+    sizes = sharded.config.model
+    layout = sharded.layout
+    stages = stages_of(sharded.split)
     layers = stages.virtual * stages.depth if stages else sizes.layers
     own_rows = -(-rows // layout.ranks)
     slots = sizes.sequence // layout.parts(SEQUENCE)
     heads = own_heads(sizes.key_value_heads, layout.parts("heads"))
-    return 2 * layers * own_rows * slots * heads * sizes.head_size * compute_width(config)
+    return 2 * layers * own_rows * slots * heads * sizes.head_size * sharded.split.width
 
 
-def weight_bytes(config: Config, model: Model, layout: Layout) -> int:
+def weight_bytes(sharded: ShardedModel) -> int:
     """Return the bytes of the weights that a device holds in the compute dtype, as generation keeps them."""
+    config = sharded.config
     total = 0
-    for parameter in ShardedModel.of(config, model, layout.with_whole_rows()).parameters:
+    for parameter in replace(sharded, layout=sharded.layout.with_whole_rows()).parameters:
         elements = parameter.rest if config.parallel.zero == 3 else parameter.use
         total += elements * parameter.width(config)
     return total
 
 
-def problem(config: Config, model: Model, layout: Layout, rows: int, room: float | None, beside: int = 0) -> str:
+def problem(sharded: ShardedModel, rows: int, room: float | None, beside: int = 0) -> str:
     """Return why a device with `room` bytes cannot hold weights and cache for a number of rows; empty if it can.
 
     `beside` are the bytes of a train state that stays there meanwhile.
     """
-    cache = cache_bytes(config, layout, rows)
-    weights = weight_bytes(config, model, layout)
+    cache = cache_bytes(sharded, rows)
+    weights = weight_bytes(sharded)
     if room is None or cache + weights + beside <= room:
         return ""
     state = f" and {size(beside)} of the train state" if beside else ""
+    sequence = sharded.config.model.sequence
     return (
-        f"the key-value cache of {counted(rows, 'row')} of model.sequence {config.model.sequence} takes {size(cache)} "
+        f"the key-value cache of {counted(rows, 'row')} of model.sequence {sequence} takes {size(cache)} "
         f"on each device, beside {size(weights)} of weights{state}, and a device has {size(room)}; generate fewer "
         f"texts at once, lower model.sequence, or take a mesh with more devices"
     )

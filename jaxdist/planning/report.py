@@ -7,16 +7,14 @@ once in H steps. What a device holds for the outer step lies beside a local step
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from jax.sharding import AbstractMesh
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, CONTEXT, EXPERT, REPLICA, describe
+from jaxdist.mesh import AXES, CONTEXT, EXPERT, describe
 from jaxdist.mesh.split import Split
-from jaxdist.models import Model
-from jaxdist.models.foreign import Foreign
 from jaxdist.planning import (
     clusters,
     communication,
@@ -38,7 +36,6 @@ from jaxdist.planning.predicted_collectives import ALL_TO_ALL, F32, PERMUTE, Tra
 from jaxdist.planning.remedies import fitting
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.target import room, too_large
-from jaxdist.sharding import Layout
 
 SCALARS = 7
 """Numbers that a replica hands to the outer step: loss, norm, three counts, the step, and what it has learned from."""
@@ -48,9 +45,8 @@ SCALARS = 7
 class Report:
     """A compiled step and its prediction; with local steps, the step of one replica, on its part of the mesh."""
 
-    config: Config
-    model: Model | Foreign
-    layout: Layout
+    sharded: ShardedModel
+    """The model on the mesh of the program, as predictions read it."""
     mesh: AbstractMesh
     program: Program
     target: str | None
@@ -86,10 +82,10 @@ class Report:
         """The bytes that a device needs: those of the program, and what lies beside it."""
         return self.program.peak_bytes + sum(self.beside.values())
 
-    @cached_property
-    def sharded(self) -> ShardedModel:
-        """The model on the mesh of the program, as predictions read it."""
-        return ShardedModel.of(self.config, self.model, self.layout)
+    @property
+    def config(self) -> Config:
+        """The request."""
+        return self.sharded.config
 
     @cached_property
     def collectives(self) -> list[Collective]:
@@ -185,7 +181,7 @@ class Report:
     @cached_property
     def known(self) -> dict[Key, str]:
         """The expected ones among `differences`, with the reason of each."""
-        case = known_differences.Case(self.sharded.split, self.layout, self.program.jax, self.transfers)
+        case = known_differences.Case(self.sharded.split, self.sharded.layout, self.program.jax, self.transfers)
         reasons = {(row.axes, row.kind): known_differences.reason(row, case) for row in self.differences}
         return {key: reason for key, reason in reasons.items() if reason}
 
@@ -226,7 +222,7 @@ class Report:
         over_tokens = [
             one
             for one in self.collectives
-            if set(one.axes) & set(self.layout.tokens_over)
+            if set(one.axes) & set(self.sharded.layout.tokens_over)
             and (one.kind, one.axes) not in others
             and one.dtypes != ("s32",)
         ]
@@ -338,8 +334,8 @@ class OuterReport(Report):
     @cached_property
     def step_memory(self) -> memory.Memory:
         """The predicted memory of a local step alone."""
-        own = of_local_step(self.config, self.layout)
-        return memory.predict(ShardedModel.of(own, self.model, self.layout.without(REPLICA)))
+        own = self.sharded.of_one_replica
+        return memory.predict(replace(own, split=of_local_step(self.sharded.split)))
 
     @cached_property
     def held(self) -> dict[str, int]:
@@ -400,10 +396,11 @@ class OuterReport(Report):
         }
 
 
-def of_local_step(config: Config, layout: Layout) -> Config:
-    """Return the request of a local step: that of one replica, as if there were no others."""
-    one = Split(config, {axis: layout.size(axis) for axis in AXES}).of_one_replica.config
-    return one.model_copy(update={"train": one.train.model_copy(update={"local_steps": 0})})
+def of_local_step(split: Split) -> Split:
+    """Return the split of a local step: that of one replica, as if there were no others."""
+    one = split.of_one_replica
+    train = one.config.train.model_copy(update={"local_steps": 0})
+    return replace(one, config=one.config.model_copy(update={"train": train}))
 
 
 def compiled_json(one: Collective) -> dict[str, object]:

@@ -59,7 +59,7 @@ def _head(report: Report) -> list[str]:
         found.append(f"context     {attends}")
     if report.pipeline:
         found.append(f"pipeline    {pipelines.describe(report.pipeline)}")
-    found.append(f"model       {model_size(config.model, report.model)}{in_window(config.model)}")
+    found.append(f"model       {model_size(config.model, report.sharded.model)}{in_window(config.model)}")
     found += _experts(report)
     found += [f"warning     {sentence}" for sentence in report.warnings]
     found += [f"note        {note}" for note in report.notes]
@@ -220,7 +220,7 @@ def _totals(report: Report) -> list[str]:
         found.append(f"sent each way between device and host: {size(traffic)} per device and step{time}")
     if report.ratio_to_data_parallel is not None:
         axes = "the batch axes"
-        if report.layout.split(SEQUENCE):
+        if report.sharded.layout.split(SEQUENCE):
             axes += f" and {CONTEXT}"
         found.append(f"elements over {axes}: {report.ratio_to_data_parallel:.3f} x those of plain data parallelism")
     found += [overlap.line(axes, sent) for axes, sent in report.sent.items()]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, REPLICA
+from jaxdist.mesh import REPLICA
 from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
@@ -26,11 +26,6 @@ class ShardedModel:
     """The precision of its configuration is resolved, no longer `auto`."""
     model: Model | Foreign
     layout: Layout
-
-    @classmethod
-    def of(cls, config: Config, model: Model | Foreign, layout: Layout) -> ShardedModel:
-        """Return a model whose layout is given."""
-        return cls(Split(config, dict.fromkeys(AXES, 1) | dict(layout.axes)), model, layout)
 
     @property
     def config(self) -> Config:

@@ -14,7 +14,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.config import NotFinite, RequestError
-from jaxdist.models import Model, Params
+from jaxdist.models import Params
 from jaxdist.models.decoding import Cache
 from jaxdist.parallel.context import Starts
 from jaxdist.planning import cache_memory
@@ -135,7 +135,7 @@ class Decoding:
 
     def cache_bytes(self, rows: int) -> int:
         """Return the bytes of the cache on each device, for a number of prompts."""
-        return cache_memory.cache_bytes(self.run.config, self.run.layout, rows)
+        return cache_memory.cache_bytes(self.run.sharded, rows)
 
     @cached_property
     def prefill(self) -> Callable[..., Made]:
@@ -202,8 +202,7 @@ def check_fits(run: Run, rows: int, beside: int = 0) -> None:
 
     `beside` are the bytes of a train state that stays there meanwhile.
     """
-    assert isinstance(run.model, Model)
-    problem = cache_memory.problem(run.config, run.model, run.layout, rows, run.capacity, beside)
+    problem = cache_memory.problem(run.sharded, rows, run.capacity, beside)
     if problem:
         raise RequestError(problem)
 

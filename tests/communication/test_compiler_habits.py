@@ -25,11 +25,11 @@ from jaxdist.planning import (
 from jaxdist.planning.compiler_habits import CORRECTIONS, Correction
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.predicted_collectives import Transfer
-from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import Layout
 from tests.communication.steps import config
 from tests.parity import cases
 from tests.planning.pipelines import config as pipeline
+from tests.planning.sharded import sharded_by
 from tests.tiers import exhaustive
 
 GPT, LLAMA = cases.MODEL, cases.LLAMA
@@ -75,7 +75,7 @@ def test_each_correction_has_an_example():
 def predicted(asked: Config, platform: str) -> list[Transfer]:
     shape = parse_mesh(asked.mesh)
     layout = Layout.of(Split(asked, shape), abstract_mesh(shape), CPU if platform == "cpu" else GPUS["h100"])
-    return communication.predict(ShardedModel.of(asked, models.build(asked.model, layout), layout))
+    return communication.predict(sharded_by(asked, models.build(asked.model, layout), layout))
 
 
 @pytest.mark.parametrize(("correction", "platform"), CASES, ids=name)

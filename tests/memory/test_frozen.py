@@ -6,10 +6,10 @@ import pytest
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, OptimizerConfig, PipelineConfig
 from jaxdist.planning import memory
-from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import HOST, Layout
 from jaxdist.training.run import Run
 from tests.memory.test_prediction import GROUPED, MODEL, ROUTED, config, own_bytes, planned
+from tests.planning.sharded import sharded_by
 from tests.tiers import exhaustive, thinned
 
 MODELS = {"gpt": MODEL, "llama": GROUPED, "routed": ROUTED}
@@ -75,10 +75,10 @@ def test_a_frozen_parameter_costs_its_own_dtype_and_an_adapter_what_a_parameter_
     layout = Layout((), "cpu", ())
     asked = adapted("1x1x1", precision, 0, base)
     model = models.build(asked.model, layout)
-    parameters = ShardedModel.of(asked, model, layout).parameters
+    parameters = sharded_by(asked, model, layout).parameters
     adapters = sum(p.elements for p in parameters if ".lora." in p.name)
     others = sum(p.elements for p in parameters) - adapters
-    held = memory.predict(ShardedModel.of(asked, model, layout))
+    held = memory.predict(sharded_by(asked, model, layout))
     counters = 20
     assert held.arguments - held.batch - counters == frozen * others + trained * adapters
     assert sum(memory.state(asked, p) for p in parameters) == held.arguments - held.batch - counters
@@ -91,7 +91,7 @@ def test_gradients_grow_with_the_adapters_alone(zero):
     held = {}
     for rank in (4, 8):
         asked = adapted("4x1x1", "float32", zero, "float32", lora_rank=rank)
-        held[rank] = memory.predict(ShardedModel.of(asked, models.build(asked.model, layout), layout)).gradients
+        held[rank] = memory.predict(sharded_by(asked, models.build(asked.model, layout), layout)).gradients
     assert held[8] == 2 * held[4] > 0
 
 

@@ -11,9 +11,9 @@ from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.planning import memory
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import HOST, Layout
 from jaxdist.training.run import Run
+from tests.planning.sharded import sharded_by
 from tests.tiers import exhaustive, thinned
 
 MODEL = ModelConfig(layers=2, embed=32, heads=4, vocab=96, sequence=16)
@@ -160,7 +160,7 @@ def test_bytes_per_parameter_are_those_of_the_zero_paper(precision, per_paramete
     model = models.build(MODEL, layout)
     elements = models.parameters(model)
     for zero, wanted in enumerate(per_parameter):
-        held = memory.predict(ShardedModel.of(config("8x1x1", precision, zero), model, layout))
+        held = memory.predict(sharded_by(config("8x1x1", precision, zero), model, layout))
         counters = 20
         assert held.arguments - held.batch - counters == wanted * elements
 
@@ -194,7 +194,7 @@ def on_eight(zero: int, accumulation: int, remat: str = "none", micro_batches: s
     sizes = MODEL.model_copy(update={"remat": remat})
     c = config("8x1x1", "bfloat16", zero, model=sizes, global_batch_size=64, accumulation=accumulation)
     c = c.model_copy(update={"parallel": c.parallel.model_copy(update={"micro_batches": micro_batches})})
-    return memory.predict(ShardedModel.of(c, models.build(sizes, layout), layout))
+    return memory.predict(sharded_by(c, models.build(sizes, layout), layout))
 
 
 @pytest.mark.parametrize(("zero", "whole", "shards"), [(0, 1, 0), (1, 1, 1), (2, 0, 1), (3, 0, 1)])
@@ -229,7 +229,7 @@ def test_a_device_of_a_wider_context_holds_what_its_own_tokens_need(form):
         c = config(f"context={ranks}", "bfloat16", 0, model=sizes, accumulation=1)
         c = c.model_copy(update={"parallel": c.parallel.model_copy(update={"context": form})})
         layout = Layout.of(Split(c, parse_mesh(c.mesh)), abstract_mesh(parse_mesh(c.mesh)), GPUS["h100"])
-        return memory.predict(ShardedModel.of(c, models.build(sizes, layout), layout))
+        return memory.predict(sharded_by(c, models.build(sizes, layout), layout))
 
     two, eight = held(2), held(8)
     assert two.activations == eight.activations > 0

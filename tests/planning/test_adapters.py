@@ -8,10 +8,10 @@ from jaxdist import models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.planning import communication, memory
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.request import arguments, load
 from jaxdist.sharding import Layout
 from jaxdist.training.run import Run
+from tests.planning.sharded import sharded_by
 
 LAYOUT = Layout((("data", 2), ("model", 2)), "cpu", (("batch", ("data",)), ("heads", ("model",)), ("mlp", ("model",))))
 NORM = 2 * 32
@@ -28,7 +28,7 @@ def config(**sizes: object) -> Config:
 def moved(asked: Config) -> Counter[str]:
     """Elements by purpose."""
     found: Counter[str] = Counter()
-    for one in communication.predict(ShardedModel.of(asked, models.build(asked.model, LAYOUT), LAYOUT)):
+    for one in communication.predict(sharded_by(asked, models.build(asked.model, LAYOUT), LAYOUT)):
         found[one.what] += one.elements
     return found
 
@@ -46,7 +46,7 @@ def moved(asked: Config) -> Counter[str]:
 def test_what_only_frozen_columns_need_is_not_gathered_again(targets, remat, spared):
     """The shift of a norm, unless a whole block is computed again."""
     asked = config(lora_targets=targets, remat=remat)
-    parameters = ShardedModel.of(asked, models.build(asked.model, LAYOUT), LAYOUT).parameters
+    parameters = sharded_by(asked, models.build(asked.model, LAYOUT), LAYOUT).parameters
     twice = 2 * sum(p.use for p in parameters if p.stacked and not p.whole)
     # Nothing needs the last bias of a layer again, whatever is trained.
     last_bias = NORM

@@ -16,13 +16,13 @@ from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.candidates import SCHEDULES, candidate_config, candidates, context_sizes, meshes, row_of
 from jaxdist.planning.search.plan import TIE, search
 from jaxdist.planning.search.questions import why_not
-from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.request import load
 from jaxdist.request.knobs import KNOBS
 from jaxdist.request.reading import found_in
 from jaxdist.sharding import Layout
 from jaxdist.training.run import Run
 from jaxdist.training.summary import outlook
+from tests.planning.sharded import sharded_by
 
 CLUSTER = cluster("h100-ndr")
 
@@ -40,8 +40,8 @@ def test_the_table_of_positions_lies_as_in_the_run_that_is_planned(mesh, zero):
     parallel = ParallelConfig(zero=zero, sequence=CONTEXT not in mesh)
     config = Config(mesh=mesh, model=ModelConfig(layers=2, embed=64, sequence=64), parallel=parallel)
     layout = Layout.of(Split(config, parse_mesh(mesh)), abstract_mesh(parse_mesh(mesh)), GPUS["h100"])
-    planned = ShardedModel.of(config, build(config.model), layout).parameters
-    assert planned == ShardedModel.of(config, build(config.model, layout), layout).parameters
+    planned = sharded_by(config, build(config.model), layout).parameters
+    assert planned == sharded_by(config, build(config.model, layout), layout).parameters
     table = next(p for p in planned if p.name == "positions")
     assert table.use == table.elements // (2 if parallel.sequence else 1)
 
@@ -190,6 +190,6 @@ def test_context_is_proposed_where_the_activations_of_a_row_do_not_fit():
     )
     layout = Layout.of(Split(config, parse_mesh(config.mesh)), abstract_mesh(parse_mesh(config.mesh)), GPUS["h100"])
     model = build(config.model, layout)
-    room = 0.8 * memory.predict(ShardedModel.of(config, model, layout)).total
-    found = remedies.fitting(ShardedModel.of(config, model, layout), room)
+    room = 0.8 * memory.predict(sharded_by(config, model, layout)).total
+    found = remedies.fitting(sharded_by(config, model, layout), room)
     assert found[0].startswith("the mesh to context=2 with train.accumulation to 2 (")

@@ -14,10 +14,10 @@ from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.compared import Row
 from jaxdist.planning.cross_compile import Program
 from jaxdist.planning.report import Report
-from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.request import outcome
 from jaxdist.sharding import ONE_DEVICE
 from tests.planning.pipelines import config
+from tests.planning.sharded import sharded_by
 
 SMALL = "--model.layers 2 --model.embed 32 --model.vocab 96 --model.sequence 16"
 
@@ -84,8 +84,10 @@ def test_a_person_is_told_the_same(report):
 
 
 def test_the_axis_that_splits_rows_is_named_where_gradients_cross_it(report):
-    rules = dict(report.layout.rules) | {"sequence": ("model",)}
-    split = dataclasses.replace(report, layout=dataclasses.replace(report.layout, rules=tuple(rules.items())))
+    layout = report.sharded.layout
+    rules = dict(layout.rules) | {"sequence": ("model",)}
+    sharded = dataclasses.replace(report.sharded, layout=dataclasses.replace(layout, rules=tuple(rules.items())))
+    split = dataclasses.replace(report, sharded=sharded)
     assert "\nelements over the batch axes and context: " in "\n".join(report_text.lines(split))
 
 
@@ -132,7 +134,7 @@ def test_a_row_is_as_predicted_to_the_byte(kind, elements, payload, widened, rem
 
 def test_one_device_sends_nothing():
     config = Config(mesh="1x1x1", precision="float32")
-    assert communication.predict(ShardedModel.of(config, models.build(config.model), ONE_DEVICE)) == []
+    assert communication.predict(sharded_by(config, models.build(config.model), ONE_DEVICE)) == []
 
 
 def test_the_command_prints_one_json_object_and_draws(tmp_path, capfd):

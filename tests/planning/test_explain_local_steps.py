@@ -34,7 +34,7 @@ def config(more: dict[str, str]):
 
 def exact_bytes(report) -> float:
     """What a device of a replica sends in an all-reduce of the parameters that it holds: 2 (R-1)/R x 4 Psi / N."""
-    return 2 * (REPLICAS - 1) / REPLICAS * 4 * models.parameters(report.model) / RANKS
+    return 2 * (REPLICAS - 1) / REPLICAS * 4 * models.parameters(report.sharded.model) / RANKS
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_int8_sends_a_quarter_once_in_a_round(report):
 
 def test_the_outer_step_holds_weights_momentum_and_errors(report):
     """Each is f32, one for each parameter that a device holds; the local step runs beside them."""
-    held = 4 * models.parameters(report.model) // RANKS
+    held = 4 * models.parameters(report.sharded.model) // RANKS
     assert report.outer.held == {"errors of compression": held, "at the last outer step": 2 * held}
     assert report.peak_bytes == report.program.peak_bytes + 3 * held
 
@@ -151,7 +151,7 @@ def test_two_sites_of_h100():
     report = explain.explain(config(more), "h100", cluster="two-sites-1g")
     assert report.agrees
     assert all("replica" not in row.axes for row in report.rows)
-    theory = 4 * models.parameters(report.model) / 8
+    theory = 4 * models.parameters(report.sharded.model) / 8
     (row,) = report.outer.rows
     assert (row.axes, row.payload_bytes) == (("replica",), pytest.approx(theory, abs=128))
     (crossing,) = {one.kind for one in report.outer.transfers}

@@ -21,6 +21,7 @@ from jaxdist.planning.report import Report
 from jaxdist.request import load, outcome
 from jaxdist.sharding import Layout
 from tests.planning.pipelines import config as pipeline
+from tests.planning.sharded import sharded_by
 
 SIZES = ModelConfig(layers=2, embed=64, heads=4, vocab=256, sequence=32)
 
@@ -41,7 +42,8 @@ def faked(config: Config, jax: str = "0.10.2", gpu: str | None = None, less: dic
     mesh = abstract_mesh(shape)
     layout = Layout.of(Split(config, mesh.shape), mesh, GPUS[gpu] if gpu else explain.CPU)
     program = Program("", 1, 1, 0, 1, 0.1, 0.1, 1, jax)
-    report = Report(config, models.build(config.model, layout), layout, mesh, program, gpu, GPUS[gpu] if gpu else None)
+    sharded = sharded_by(config, models.build(config.model, layout), layout)
+    report = Report(sharded, mesh, program, gpu, GPUS[gpu] if gpu else None)
     report.__dict__["collectives"] = moved(report.transfers, less or {})
     report.__dict__["kernels"] = Kernels(0, 0, {}, 0, 0, 0, "none", 0) if gpu else None
     return report
@@ -200,7 +202,7 @@ def test_the_only_layer_of_a_model_is_gathered_once_for_both_passes(gpu, groups)
     """There is no loop over layers then, so nothing needs to be gathered again."""
     report = faked(asked("4x1x1", SIZES.model_copy(update={"layers": 1}), zero=3), gpu=gpu)
     gathered = sum(one.elements for one in report.transfers if one.kind == "all-gather")
-    assert gathered == groups * models.parameters(report.model)
+    assert gathered == groups * models.parameters(report.sharded.model)
 
 
 ONE_LAYER = pipeline("2x2x2", zero=2, sequence=True, precision="bfloat16", rows=32, layers=2)

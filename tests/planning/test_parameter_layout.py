@@ -14,8 +14,8 @@ from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.planning import layout_notes, memory, parameter_layout
 from jaxdist.planning.report import Report
-from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import Layout, rules
+from tests.planning.sharded import sharded_by
 
 
 class Plan:
@@ -31,7 +31,7 @@ class Plan:
         axes = {name: size for name, size in shape.items() if size > 1}
         by = {logical: tuple(axis for axis in axes if axis in names) for logical, names in split.items()}
         self.layout = Layout(tuple(axes.items()), "cpu", tuple(by.items()))
-        self.sharded = ShardedModel.of(self.config, models.build(sizes, self.layout), self.layout)
+        self.sharded = sharded_by(self.config, models.build(sizes, self.layout), self.layout)
         self.parameters = self.sharded.parameters
         self.notes = layout_notes.notes(self.sharded)
 
@@ -88,10 +88,10 @@ def test_a_width_apart_from_the_heads_is_offered_in_smaller_steps():
 def test_explain_names_what_stays_whole(monkeypatch):
     """In the words of the summary, beside what it says of the compiled program."""
     plan = Plan("8x1x1", zero=2, embed=36)
-    model, mesh = models.build(plan.config.model, plan.layout), abstract_mesh(parse_mesh("8x1x1"))
+    mesh = abstract_mesh(parse_mesh("8x1x1"))
     monkeypatch.setattr(Report, "collectives", [])
     program = SimpleNamespace(notes=("compiled so",))
-    report = Report(plan.config, model, plan.layout, mesh, program, None, None)
+    report = Report(plan.sharded, mesh, program, None, None)
     assert report.notes == ["compiled so", *plan.notes]
     assert report.notes[1].startswith("warning: data=8 finds no dim to split in ")
 

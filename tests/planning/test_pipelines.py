@@ -7,21 +7,21 @@ from jaxdist.mesh.split import Split
 from jaxdist.output import units
 from jaxdist.planning import layout_notes, memory, pipelines, remedies
 from jaxdist.planning.pipelines import pipeline_of
-from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.request.checks import problems
 from jaxdist.request.knobs import KNOBS
 from tests.planning.pipelines import config, laid
+from tests.planning.sharded import sharded_by
 from tests.planning.test_parameter_layout import Plan
 
 
 def told(mesh: str, **of) -> list[str]:
     one = config(mesh, **of)
-    return layout_notes.notes(ShardedModel.of(one, models.build(one.model), laid(one)))
+    return layout_notes.notes(sharded_by(one, models.build(one.model), laid(one)))
 
 
 def test_a_device_holds_the_layers_of_its_stage_and_its_part_of_the_vocabulary():
     one = config("2x2x2", zero=1)
-    by_name = {p.name: p for p in ShardedModel.of(one, models.build(one.model), laid(one)).parameters}
+    by_name = {p.name: p for p in sharded_by(one, models.build(one.model), laid(one)).parameters}
     up, table = by_name["blocks.mlp.up"], by_name["table"]
     assert (up.shape, up.layers, up.rest, up.use) == ((1, 2, 2, 32, 128), 2, 2 * 32 * 128 // 4, 2 * 32 * 128 // 2)
     assert (table.rest, table.use, table.layers) == (96 * 32 // 8, 96 * 32 // 4, 1)
@@ -32,7 +32,7 @@ def test_a_device_holds_the_layers_of_its_stage_and_its_part_of_the_vocabulary()
 def test_data_never_splits_what_counts_layers(virtual):
     """The dim of a rank's chunks divides by data, and gradients came out wrong where it was split."""
     one = config("2x1x2", "interleaved", virtual=virtual, zero=3, layers=8)
-    parameters = ShardedModel.of(one, models.build(one.model), laid(one)).parameters
+    parameters = sharded_by(one, models.build(one.model), laid(one)).parameters
     stacked = [p.place.shard_dim for p in parameters if p.stacked]
     assert len(stacked) == 12
     assert all(dim > 2 for dim in stacked)
@@ -43,7 +43,7 @@ def test_a_pipeline_lists_what_it_is_and_the_bytes_add_up():
     row = plan.row("blocks.norm1.scale")
     assert row[1:5] == ["1x2x1x32", "layers stages layers norm", "- pipeline - data", "- pipeline - -"]
     assert plan.row("table")[3] == "pipeline+model data"
-    held = memory.predict(ShardedModel.of(plan.config, models.build(plan.config.model), plan.layout))
+    held = memory.predict(sharded_by(plan.config, models.build(plan.config.model), plan.layout))
     listed = sum(memory.state(plan.config, p, pipelined=True) for p in plan.parameters)
     assert listed == held.parameters + held.optimizer - 20  # counters
 
@@ -121,7 +121,7 @@ def test_remedies_know_micro_batches_and_stages():
     one = config("2x1x2", "gpipe", microbatches=2, remat="none", rows=256, vocab=512).model_copy(
         update={"run_dir": "run"}
     )
-    sharded = ShardedModel.of(one, models.build(one.model), laid(one))
+    sharded = sharded_by(one, models.build(one.model), laid(one))
     changes = dict(remedies._changes(sharded.split))
     assert changes == {
         "model.remat": "stage", "pipeline.schedule": "1f1b", "parallel.zero": 3, "pipeline.microbatches": 4

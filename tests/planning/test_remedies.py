@@ -12,10 +12,10 @@ from jaxdist.output import units
 from jaxdist.output.units import size
 from jaxdist.planning import memory, remedies
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.request.checks import problems
 from jaxdist.request.knobs import KNOBS
 from jaxdist.sharding import Layout
+from tests.planning.sharded import sharded_by
 
 EVERYTHING = 1e15
 """Bytes: room for any step."""
@@ -37,7 +37,7 @@ def offered(
         train=TrainConfig(global_batch_size=rows, accumulation=accumulation),
     )
     layout = laid(config)
-    found = remedies.fitting(ShardedModel.of(config, models.build(config.model, layout), layout), EVERYTHING)
+    found = remedies.fitting(sharded_by(config, models.build(config.model, layout), layout), EVERYTHING)
     found = [one for one in found if not one.startswith("the mesh to ")]
     return dict(re.fullmatch(r"(.*) \((.*) predicted\)", one).groups() for one in found)
 
@@ -63,7 +63,7 @@ def test_the_bytes_are_those_of_the_prediction():
         precision="bfloat16", model=ModelConfig(remat="block", heads=8), train=TrainConfig(global_batch_size=8)
     )
     layout = laid(config.model_copy(update={"mesh": "8x1x1"}))
-    held = memory.predict(ShardedModel.of(config, models.build(config.model, layout), layout))
+    held = memory.predict(sharded_by(config, models.build(config.model, layout), layout))
     assert told["model.remat to block"] == units.size(held.total)
 
 
@@ -88,13 +88,13 @@ LARGE = Config(
 
 def ways(config: Config, room: float) -> list[str]:
     layout = laid(config)
-    return remedies.fitting(ShardedModel.of(config, models.build(config.model, layout), layout), room)
+    return remedies.fitting(sharded_by(config, models.build(config.model, layout), layout), room)
 
 
 def predicted(**asked: str) -> int:
     config = load_differently(LARGE, asked)
     layout = laid(config)
-    return memory.predict(ShardedModel.of(config, models.build(config.model, layout), layout)).total
+    return memory.predict(sharded_by(config, models.build(config.model, layout), layout)).total
 
 
 def load_differently(config: Config, asked: dict[str, object]) -> Config:
@@ -125,7 +125,7 @@ def test_of_a_knob_one_value_is_taken():
     changes = [("model.remat", "dots"), ("model.remat", "block"), ("parallel.zero", 3)]
     room, layout = predicted(model__remat="dots", parallel__zero=3), laid(LARGE)
     assert predicted(model__remat="block") < predicted(model__remat="dots")
-    told = remedies._together(ShardedModel.of(LARGE, models.build(LARGE.model, layout), layout), room, changes)
+    told = remedies._together(sharded_by(LARGE, models.build(LARGE.model, layout), layout), room, changes)
     assert told == [f"model.remat to dots with parallel.zero to 3 ({size(room)} predicted)"]
 
 
@@ -140,5 +140,5 @@ def test_a_larger_mesh_is_offered_where_it_is_enough():
 
 def test_nothing_is_offered_where_nothing_fits():
     layout = laid(LARGE)
-    told = remedies.advice(ShardedModel.of(LARGE, models.build(LARGE.model, layout), layout), 1.0)
+    told = remedies.advice(sharded_by(LARGE, models.build(LARGE.model, layout), layout), 1.0)
     assert told == "no other setting is predicted to fit, on up to 64 times as many devices; choose a smaller model"

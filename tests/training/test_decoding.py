@@ -77,9 +77,8 @@ def test_a_mesh_generates_what_one_device_does(family, mesh, more):
     decoding = decoding_of(family, mesh, **more)
     assert_as_whole_passes(family, decoding, PROMPTS)
     cache = decoding.start(PROMPTS, GREEDY, jax.random.key(0)).cache
-    config, layout = decoding.run.config, decoding.run.layout
     assert own_bytes(cache) == decoding.cache_bytes(len(PROMPTS))
-    assert own_bytes(decoding.weights) == weight_bytes(config, decoding.run.model, layout)
+    assert own_bytes(decoding.weights) == weight_bytes(decoding.run.sharded)
 
 
 def own_bytes(tree) -> int:
@@ -96,16 +95,16 @@ def test_the_bytes_of_a_cache_are_those_of_the_papers_formula(alone):
 def test_the_rows_that_make_a_batch_divide_have_a_cache():
     run = Run(config_of("llama", "8x1x1"), dry=True, batch=False)
     whole = Run(config_of("llama"), dry=True, batch=False)
-    assert cache_bytes(run.config, run.layout, 9) == 2 * cache_bytes(whole.config, whole.layout, 1)
+    assert cache_bytes(run.sharded, 9) == 2 * cache_bytes(whole.sharded, 1)
 
 
 def test_devices_share_a_cache():
     """Rows over data, slots over context, heads over model until each device has one, layers over stages."""
-    config = config_of("llama")
+    alone = Run(config_of("llama"), dry=True)
 
     def on(mesh: str) -> float:
         run = Run(config_of("llama", mesh), dry=True, batch=False)
-        return cache_bytes(config, run.layout, 8) / cache_bytes(config, Run(config, dry=True).layout, 8)
+        return cache_bytes(run.sharded, 8) / cache_bytes(alone.sharded, 8)
 
     shares = {"2x1x1": 1 / 2, "context=2": 1 / 2, "1x2x1": 1 / 2, "1x8x1": 1 / 2, "1x1x3": 1 / 3, "1x1x2": 2 / 3}
     assert {mesh: on(mesh) for mesh in shares} == pytest.approx(shares)

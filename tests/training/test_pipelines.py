@@ -10,12 +10,12 @@ from jaxdist import evaluate, generate, train
 from jaxdist.config import PipelineConfig, RequestError
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.planning import communication, memory
-from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.request import load
 from jaxdist.training import restore as restoring
 from jaxdist.training import run as runs
 from jaxdist.training.run import Run
 from tests.planning.pipelines import config, laid
+from tests.planning.sharded import sharded_by
 from tests.training.conftest import SMALL, over
 from tests.training.curves import close, lines
 
@@ -76,7 +76,7 @@ def test_readers_need_no_stages_and_take_a_schedule_of_their_own(recomputed, rea
 def test_predictions_of_stages_that_are_none_are_those_of_blocks(mesh):
     staged, blocks = (config(mesh, remat=remat) for remat in ("stage", "block"))
     model = Run(blocks, devices=jax.devices()[: devices_asked(parse_mesh(mesh))]).model
-    one, other = (ShardedModel.of(asked, model, laid(asked)) for asked in (staged, blocks))
+    one, other = (sharded_by(asked, model, laid(asked)) for asked in (staged, blocks))
     assert memory.predict(one) == memory.predict(other)
     assert communication.predict(one) == communication.predict(other)
 
