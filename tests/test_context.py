@@ -108,23 +108,23 @@ def test_bytes_of_both_forms_for_a_token_of_llama_3_8b(ranks):
     """The u = 2 K H numbers of keys and values go round twice, their gradients in f32, and in bf16 the last time."""
     choice = Split(config(), {"context": ranks}).attention
     u = 2 * 8 * 128
-    assert choice.ring == u * (2 * (ranks - 1) * 2 + (ranks - 1) * 4 + 2)
+    assert choice.sent["ring"] == u * (2 * (ranks - 1) * 2 + (ranks - 1) * 4 + 2)
     key_value = max(8, ranks)
-    assert choice.ulysses == 2 * (2 * 32 + 2 * key_value) * 128 * 2 * (ranks - 1) // ranks
+    assert choice.sent["ulysses"] == 2 * (2 * 32 + 2 * key_value) * 128 * 2 * (ranks - 1) // ranks
 
 
 def test_numbers_in_f32_go_round_in_twice_the_bytes_but_sums_do_not():
     narrow = Split(config(), {"context": 4}).attention
     wide = Split(config(precision="float32"), {"context": 4}).attention
     u = 2 * 8 * 128
-    assert wide.ring - narrow.ring == u * (2 * 3 + 1) * 2
-    assert wide.ulysses == 2 * narrow.ulysses
+    assert wide.sent["ring"] - narrow.sent["ring"] == u * (2 * 3 + 1) * 2
+    assert wide.sent["ulysses"] == 2 * narrow.sent["ulysses"]
 
 
 def test_a_model_axis_leaves_fewer_heads_to_send():
     alone = Split(config(), {"context": 2}).attention
     shared = Split(config(), {"context": 2, "model": 4}).attention
-    assert (shared.ring, shared.ulysses) == (alone.ring // 4, alone.ulysses // 4)
+    assert (shared.sent["ring"], shared.sent["ulysses"]) == (alone.sent["ring"] // 4, alone.sent["ulysses"] // 4)
 
 
 @pytest.mark.parametrize("name", get_args(PipelineConfig.model_fields["schedule"].annotation))

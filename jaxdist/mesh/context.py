@@ -8,9 +8,26 @@ attention, and back after it; the sequence stays in order.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 Form = Literal["ring", "ulysses"]
+
+
+class FormTraits(NamedTuple):
+    """What requests and reports must know of a form of attention."""
+
+    name: str
+    short: str
+    """Its name in a sentence that is about attention."""
+    chunks: int
+    """The equal chunks of a row that each device has."""
+
+
+FORMS: dict[Form, FormTraits] = {
+    "ring": FormTraits("ring attention", "a ring", chunks=2),
+    "ulysses": FormTraits("Ulysses", "Ulysses", chunks=1),
+}
 
 Index = Any
 """Whole numbers: an int, or an integer array of numpy or JAX."""
@@ -101,7 +118,20 @@ class Choice(NamedTuple):
 
     form: Form
     why: str
-    ring: int
-    """Bytes that a device sends for ring attention in a layer, for each of its tokens."""
-    ulysses: int | None
-    """The same for Ulysses; None where the heads do not divide."""
+    sent: Mapping[Form, int | None]
+    """Bytes that a device sends in a layer for each of its tokens, by form; None where heads do not divide."""
+
+    @property
+    def traits(self) -> FormTraits:
+        """The traits of the form."""
+        return FORMS[self.form]
+
+    @property
+    def possible(self) -> bool:
+        """Whether the heads allow the form."""
+        return self.sent[self.form] is not None
+
+    @property
+    def other(self) -> Form:
+        """The form that was not chosen."""
+        return next(form for form in FORMS if form != self.form)

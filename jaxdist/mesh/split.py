@@ -236,7 +236,7 @@ def _choice(split: Split) -> Choice:
     asked = config.parallel.context
 
     def chosen(form: Form, why: str) -> Choice:
-        return Choice(form, why, ring, ulysses)
+        return Choice(form, why, {"ring": ring, "ulysses": ulysses})
 
     if asked != "auto":
         return chosen(asked, "parallel.context asks for it")

@@ -49,7 +49,7 @@ def _heads(split: Split) -> Iterator[str]:
     ways = _ways_of_heads(split)
     heads = config.model.heads
     # Heads that the model axis does not divide are another check's.
-    if not _splits(split) or heads % ways or not _is_ulysses_without_heads(split):
+    if not _splits(split) or heads % ways or split.attention.possible:
         return
     factors = f"{CONTEXT}={split.size(CONTEXT)}"
     if ways > 1:
@@ -77,21 +77,23 @@ def _sequence(split: Split) -> Iterator[str]:
     if not _splits(split) or sequence % _unit(split) == 0:
         return
     factors = f"{CONTEXT}={split.size(CONTEXT)}"
-    needs = "Ulysses"
-    if split.attention.form == "ring":
-        factors = f"2 x {factors}"
-        needs = "ring attention"
+    form = split.attention.traits
+    if form.chunks > 1:
+        factors = f"{form.chunks} x {factors}"
     whole = ""
     if config.parallel.sequence and split.size(MODEL) > 1:
         factors += f" x {MODEL}={split.size(MODEL)}"
         if _works(_with_parallel(split, sequence=False)):
             whole = "parallel.sequence to false"
-    yield f"model.sequence {sequence} does not divide by {factors} (mesh {config.mesh}), as {needs} needs; " + _remedy(
-        config,
-        to("model.sequence", multiples(_unit(split), sequence)),
-        _other_axis(split),
-        _other_form(split),
-        whole,
+    yield (
+        f"model.sequence {sequence} does not divide by {factors} (mesh {config.mesh}), as {form.name} needs; "
+        + _remedy(
+            config,
+            to("model.sequence", multiples(_unit(split), sequence)),
+            _other_axis(split),
+            _other_form(split),
+            whole,
+        )
     )
 
 
@@ -107,23 +109,17 @@ def _ways_of_heads(split: Split) -> int:
 
 def _unit(split: Split) -> int:
     """Return what the sequence must divide by."""
-    chunks = 2 if split.attention.form == "ring" else 1
     ranks = split.size(MODEL) if split.config.parallel.sequence else 1
-    return chunks * split.size(CONTEXT) * ranks
+    return split.attention.traits.chunks * split.row_parts * ranks
 
 
 def _is_ring_in_branch(split: Split) -> bool:
     return split.branches and split.attention.form == "ring"
 
 
-def _is_ulysses_without_heads(split: Split) -> bool:
-    choice = split.attention
-    return choice.form == "ulysses" and choice.ulysses is None
-
-
 def _works(split: Split) -> bool:
     """Return whether none of the checks of this file refuses `split`."""
-    if _is_ring_in_branch(split) or _is_ulysses_without_heads(split):
+    if _is_ring_in_branch(split) or not split.attention.possible:
         return False
     return split.config.model.sequence % _unit(split) == 0
 
@@ -147,7 +143,7 @@ def _other_axis(split: Split) -> str:
 
 def _other_form(split: Split) -> str:
     """Return the form of attention that works and is not the present one; empty if it does not work."""
-    other = "ring" if split.attention.form == "ulysses" else "ulysses"
+    other = split.attention.other
     if not _works(_with_parallel(split, context=other)):
         return ""
     return f"parallel.context to {other}"
