@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import nearest
-from jaxdist.mesh import BATCH_AXES, DATA, EXPERT, LAYER_AXES, PIPELINE, SEQUENCE_AXES, MeshShape
+from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, PARAMETER_AXES, PIPELINE, SEQUENCE_AXES, MeshShape
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import counted, remedy, to
@@ -26,9 +26,6 @@ Batch = Tree
 Shard = int | Callable[[str, jax.ShapeDtypeStruct], bool]
 Zero = Literal[0, 1, 2, 3]
 Precision = Literal["float32", "bfloat16", "mixed"]
-
-SPLITTING = (*LAYER_AXES, EXPERT)
-"""The mesh axes that rules may give to a dim of a parameter."""
 
 LISTED = 6
 """Arrays that an error names at most."""
@@ -124,15 +121,15 @@ def layout_of(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scop
     always = {BATCH: BATCH_AXES, STAGES: (PIPELINE,)}
     layout = Layout.on(mesh, {**always, **rules}, names={*names, *always})
     for name, axes in rules.items():
-        wrong = set(axes) - set(SPLITTING)
+        wrong = set(axes) - set(PARAMETER_AXES)
         if wrong:
             raise ValueError(
                 f"rules split {name} over {' and '.join(sorted(wrong))}, which parameters cannot be split over by a "
-                f"rule; use {' or '.join(SPLITTING)} (zero=3 splits parameters over {DATA})"
+                f"rule; use {' or '.join(PARAMETER_AXES)} (zero=3 splits parameters over {DATA})"
             )
     _check_dims(layout, model)
     used = {axis for name in names for axis in layout.split(name)}
-    for axis in SPLITTING:
+    for axis in PARAMETER_AXES:
         if mesh.shape[axis] > 1 and axis not in used:
             raise ValueError(
                 f"{axis}={mesh.shape[axis]} splits nothing: give parameters `axes`, and rules such as "
@@ -147,7 +144,7 @@ def layout_of(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scop
 
 def _example(axis: str) -> str:
     """Return the name of a dim that `axis` could split."""
-    return "experts" if axis == EXPERT else "mlp"
+    return "mlp" if axis in LAYER_AXES else "experts"
 
 
 def _check_dims(layout: Layout, model: Foreign) -> None:

@@ -49,6 +49,9 @@ ZERO_AXES = (DATA, EXPERT, CONTEXT)
 LAYER_AXES = (MODEL,)
 """The axes that may split the dims of a layer: its heads, its MLP, the vocabulary."""
 
+PARAMETER_AXES = (*LAYER_AXES, EXPERT)
+"""The axes that may split a dim of a parameter by its name: those of layers, and the one that deals out experts."""
+
 FAST = (EXPERT, CONTEXT, MODEL)
 """The axes that communicate in every layer, and need the fastest links."""
 
