@@ -354,11 +354,6 @@ def seconds(
     return np.where(ranks > 1, START + np.min(np.broadcast_arrays(*times), axis=0), 0.0)
 
 
-def bus_bandwidth(kind: str, size: Numbers, ranks: Numbers, seconds: Numbers) -> Numbers:
-    """Return the bytes per second over the links as NCCL's tests count them, comparable with what a link can do."""
-    return wire_share(kind, ranks) * size / seconds
-
-
 def wire_share(kind: str, ranks: Numbers) -> Numbers:
     """Return the bytes that a rank sends around a ring, over those of the whole array.
 

@@ -57,7 +57,6 @@ def compiled(lower: Lower, name: str | None, count: int) -> Program:
         temporary_bytes=memory.temp_size_in_bytes,
         lower_seconds=middle - start,
         compile_seconds=end - middle,
-        process_bytes=_peak_memory(),
         jax=jax.__version__,
         host_argument_bytes=memory.host_argument_size_in_bytes,
         host_temporary_bytes=memory.host_temp_size_in_bytes,
@@ -71,15 +70,6 @@ def _cpus(count: int) -> list[jax.Device]:
         raise RequestError(f"a CPU is split into {MOST_CPU_DEVICES} devices at most, not {count}; ask for fewer")
     jax.config.update("jax_num_cpu_devices", count)
     return jax.devices()
-
-
-def _peak_memory() -> int:
-    """Return the peak memory of this process in bytes; 0 where the system does not report it."""
-    # `getrusage` would return the peak of the parent process, where that is larger.
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return 1024 * int(line.split()[1])
-    return 0
 
 
 if __name__ == "__main__":

@@ -40,8 +40,6 @@ class Program:
     lower_seconds: float
     """Time for tracing and for lowering to StableHLO."""
     compile_seconds: float
-    process_bytes: int
-    """The peak memory of the process, JAX itself included."""
     jax: str
     """The version of JAX."""
     host_argument_bytes: int = 0

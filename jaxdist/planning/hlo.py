@@ -9,7 +9,6 @@ communication pass. The text does not show the communication of hand-written ker
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -143,16 +142,6 @@ def collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective]:
     if parsed.devices != mesh.size:
         raise ValueError(f"the program is for {counted(parsed.devices, 'device')}, the mesh has {mesh.size}")
     return _Reader(parsed, mesh).run(parsed.entry)
-
-
-def summary(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-    """Return (kind, axes) -> (calls, elements) of one execution."""
-    calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    elements: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for one in found:
-        calls[one.kind, one.axes] += one.count
-        elements[one.kind, one.axes] += one.count * one.elements
-    return {key: (calls[key], elements[key]) for key in calls}
 
 
 @dataclass

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from jaxdist.planning.hlo import Collective, summary
-from tests.communication.reading import collectives
+from jaxdist.planning.hlo import Collective
+from tests.communication.reading import collectives, summary
 from tests.communication.steps import compiled, lower, mesh_of, parameters
 from tests.parity import cases
 from tests.tiers import thinned

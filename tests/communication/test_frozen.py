@@ -9,10 +9,9 @@ import pytest
 from jaxdist.config import Config, ParallelConfig
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.planning import communication, memory
-from jaxdist.planning.hlo import summary
 from jaxdist.training.run import Run
 from tests.communication import steps
-from tests.communication.reading import collectives
+from tests.communication.reading import collectives, summary
 from tests.parity import cases
 from tests.planning import pipelines
 from tests.tiers import exhaustive

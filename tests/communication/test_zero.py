@@ -5,8 +5,7 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import ParallelConfig
-from jaxdist.planning.hlo import summary
-from tests.communication.reading import collectives
+from tests.communication.reading import collectives, summary
 from tests.communication.steps import compiled, lower, mesh_of, parameters
 from tests.parity import cases
 from tests.tiers import exhaustive, thinned

@@ -16,11 +16,10 @@ from jaxdist.parallel.crossing import replicas
 from jaxdist.parallel.crossing.base import cross_at_once
 from jaxdist.parallel.placement import Placement
 from jaxdist.planning import parameter_layout
-from jaxdist.planning.hlo import summary
 from jaxdist.planning.predicted_collectives import ALL_GATHER, Transfer
 from jaxdist.planning.weight_traffic import gathered
 from jaxdist.sharding import Layout
-from tests.communication.reading import collectives
+from tests.communication.reading import collectives, summary
 
 SHAPE = (16, 8)
 WHOLE = np.arange(16 * 8, dtype=np.float32).reshape(SHAPE)

@@ -10,8 +10,9 @@ from jaxdist.lab import fsdp_walkthrough as lab
 from jaxdist.lab.__main__ import main
 from jaxdist.lab.phases import Recorder, cpu_mesh
 from jaxdist.lab.two_layers import draw
-from jaxdist.planning.hlo import collectives, summary
+from jaxdist.planning.hlo import collectives
 from jaxdist.sharding import Layout
+from tests.communication.reading import summary
 from tests.lab.pages import assert_pasted
 
 FLOAT = 4

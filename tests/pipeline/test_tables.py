@@ -42,7 +42,6 @@ def test_the_largest_is_made_at_once():
 
 def test_properties():
     found = {name: make(name, 4, 8, v) for name, v in NAMES if v < 3}
-    assert [name for name in found if found[name].paired] == ["1f1b", "interleaved", "zb-u"]
     assert [name for name in found if found[name].split] == ["zb-h1", "zb-u"]
     assert [name for name in found if not found[name].uniform] == ["zb-h1", "pipedream"]
     assert [name for name in found if not found[name].flush] == ["pipedream"]

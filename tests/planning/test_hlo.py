@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxdist.planning.hlo import Collective, Work, collectives, summary
+from jaxdist.planning.hlo import Collective, Work, collectives
 from tests.communication import reading
+from tests.communication.reading import summary
 from tests.planning.programs import BLOCK, CUBE, OVER_MODEL, computation, found, mesh_of, program, read
 
 pytestmark = pytest.mark.smoke

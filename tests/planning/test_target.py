@@ -122,7 +122,6 @@ def test_a_program_of_more_cpu_devices_than_here(monkeypatch, capfd):
     assert program.peak_bytes == program.argument_bytes + program.output_bytes + program.temporary_bytes
     assert program.lower_seconds > 0
     assert program.compile_seconds > 0
-    assert 2**26 < program.process_bytes < 2**33
     assert capfd.readouterr() == ("", "")
 
 

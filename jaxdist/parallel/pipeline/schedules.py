@@ -74,16 +74,6 @@ class Schedule:
         return self.weight is not None
 
     @property
-    def paired(self) -> bool:
-        """Whether some rank runs F and B in one tick.
-
-        Such a tick lasts as long as both together.
-        """
-        F = self.forward.reshape(self.virtual, self.stages, -1)
-        B = self.backward.reshape(self.virtual, self.stages, -1)
-        return any(np.intersect1d(F[:, rank], B[:, rank]).size for rank in range(self.stages))
-
-    @property
     def last(self) -> Ticks:
         """The tick that ends the life of what F has kept for the backward pass."""
         return self.backward if self.weight is None else self.weight
