@@ -17,10 +17,10 @@ from jaxdist.config.matmuls import matmuls_of
 from jaxdist.config.trained import trained
 from jaxdist.models import images
 from jaxdist.models.decoder import Aux, Decoder
-from jaxdist.models.decoding import Attend, block_with
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.gpt import GPT
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
+from jaxdist.models.layers import Attend
 from jaxdist.models.llama import Llama
 from jaxdist.models.moe import Moe
 from jaxdist.models.projections import modules_of, parameters_of
@@ -87,7 +87,8 @@ class Model:
         self, layer: Params, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS
     ) -> tuple[Float[Array, "B s D"], Aux]:
         """Return (the residual stream after one layer, its aux); `layer` is a slice of `params["blocks"]`."""
-        return self._layer(layer)(x, inputs)
+        x, aux, _ = self._layer(layer)(x, inputs)
+        return x, aux
 
     def steered(self, blocks: Params, aux: Aux) -> Params:
         """Return the parameters of layers that no gradient moves, after a step whose batch has the sums `aux`.
@@ -99,8 +100,9 @@ class Model:
     def block_with(
         self, layer: Params, x: Float[Array, "B S D"], inputs: BlockInputs, attend: Attend
     ) -> tuple[Float[Array, "B S D"], Any]:
-        """Return what `decoding.block_with` does for one layer, without dropout."""
-        return block_with(self._layer(layer), x, inputs, attend)
+        """Return (the residual stream after one layer whose heads `attend`, what that returns beside its result)."""
+        x, _, further = self._layer(layer)(x, inputs, attend)
+        return x, further
 
     def loss(self, params: Params, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
         """Return the summed cross-entropy in nats over the labels that are not -1."""

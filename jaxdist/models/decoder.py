@@ -11,7 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
 from jaxdist.models.adapters import adapt
+from jaxdist.models.dropout import dropout
 from jaxdist.models.inputs import BlockInputs
+from jaxdist.models.layers import Attend, CausalAttention
 from jaxdist.models.loss import cross_entropy, row_losses
 from jaxdist.parallel.tensor import einsum, enter
 from jaxdist.parallel.vocabulary import without_added
@@ -21,10 +23,37 @@ Aux = dict[str, Float[Array, "..."]]
 """What a layer returns beside the residual stream, by name: sums over tokens. A layer without a router has none."""
 
 
-class DecoderBlock(nnx.Module):
-    """What the blocks of all decoders offer; one with a router returns aux, and moves parameters by them."""
+class Block(nnx.Module):
+    """A layer of a decoder: x + attention(norm1(x)), then x + mlp(norm2(x)), with dropout on both branches."""
 
-    mlp: Callable[[jax.Array, BlockInputs], Any]
+    def __init__(
+        self,
+        layout: Layout,
+        rate: float,
+        norm1: Callable[[jax.Array], jax.Array],
+        attention: CausalAttention,
+        norm2: Callable[[jax.Array], jax.Array],
+        mlp: Callable[[jax.Array, BlockInputs], Any],
+    ):
+        """Take the parts; `rate` is that of dropout."""
+        self.layout = layout
+        self.rate = rate
+        self.norm1 = norm1
+        self.attention = attention
+        self.norm2 = norm2
+        self.mlp = mlp
+
+    def __call__(
+        self, x: Float[Array, "B s D"], inputs: BlockInputs, attend: Attend | None = None
+    ) -> tuple[Float[Array, "B s D"], Aux, Any]:
+        """Return (the residual stream after the block, aux, what `attend` returns beside its result).
+
+        `attend` stands in the place of attention among the tokens of `x`, as `CausalAttention` says.
+        """
+        y, further = self.attention(self.norm1(x), inputs, attend)
+        x = x + dropout(self.layout, y, self.rate, inputs.keys, site=0)
+        y, aux = self.feed_forward(self.norm2(x), inputs)
+        return x + dropout(self.layout, y, self.rate, inputs.keys, site=1), aux, further
 
     @property
     def aux_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -40,27 +69,34 @@ class DecoderBlock(nnx.Module):
         return {}
 
 
-def stacked(
-    make: Callable[[nnx.Rngs], DecoderBlock], config: ModelConfig, layout: Layout, rngs: nnx.Rngs
-) -> DecoderBlock:
-    """Return the blocks of all layers, each made by `make` and adapted, stacked on a leading L."""
-    return jax.vmap(lambda rngs: adapt(make(rngs), config, layout, rngs))(rngs.split(config.layers))
-
-
 class Decoder(nnx.Module):
     """A decoder as `embed`, `blocks` (all layers, stacked on a leading L) and `loss` or `logits`, to run in this order.
 
-    A model sets the attributes below and offers `embed`.
+    A model sets the attributes below and offers `make_block` and `embed`.
     """
 
     layout: Layout
     vocab: int
     """V: the tokens. On a mesh the tables may have further rows (`parallel.vocabulary`)."""
     table: nnx.Param
-    blocks: DecoderBlock
+    blocks: Block
     norm: nnx.Module
     output: nnx.Param | None
     """The output projection; None where the embedding table serves as one."""
+
+    @classmethod
+    def make_block(cls, config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> Block:
+        """Return one layer with new parameters."""
+        raise NotImplementedError
+
+    @classmethod
+    def stacked(cls, config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> Block:
+        """Return the blocks of all layers, with their adapters, stacked on a leading L."""
+
+        def make(rngs: nnx.Rngs) -> Block:
+            return adapt(cls.make_block(config, layout, rngs), config, layout, rngs)
+
+        return jax.vmap(make)(rngs.split(config.layers))
 
     def embed(self, tokens: Int[Array, "B S"], inputs: BlockInputs) -> Float[Array, "B s D"]:
         """Return the residual stream before the first block."""

@@ -1,4 +1,4 @@
-"""A block that attends to a key-value cache: keys and values of earlier tokens are kept, and not computed again.
+"""Attention to a key-value cache: keys and values of earlier tokens are kept, and not computed again.
 
 In the cache of a row, slot p holds the token at position p. A query at position p sees the slots up to p; what lies in
 later ones is never seen before it is overwritten. All of it runs in a manual region, on arrays of one device.
@@ -6,21 +6,13 @@ later ones is never seen before it is overwritten. All of it runs in a manual re
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxdist.models.decoder import Aux
-from jaxdist.models.inputs import BlockInputs
-from jaxdist.models.layers import Attention, GroupedAttention
 from jaxdist.parallel.context import Attended
 from jaxdist.sharding import wide
-
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-"""(queries, keys, values) of new tokens -> (what the queries have found, whatever else the caller wants of them)."""
 
 
 class Cache(NamedTuple):
@@ -28,29 +20,6 @@ class Cache(NamedTuple):
 
     k: Float[Array, "v depth B S K H"]
     v: Float[Array, "v depth B S K H"]
-
-
-class Residual(Protocol):
-    """A block: x + attention(norm1(x)), then x + feed_forward(norm2(x)), as all decoders have it."""
-
-    norm1: Callable[[jax.Array], jax.Array]
-    attention: Attention | GroupedAttention
-    norm2: Callable[[jax.Array], jax.Array]
-    feed_forward: Callable[[jax.Array, BlockInputs], tuple[jax.Array, Aux]]
-
-
-def block_with(
-    block: Residual, x: Float[Array, "B S D"], inputs: BlockInputs, attend: Attend
-) -> tuple[Float[Array, "B S D"], Any]:
-    """Return (the residual stream after `block`, what `attend` has returned beside its result).
-
-    `inputs.starts` gives the tokens their positions, as in training: the token at index i is at position i - starts.
-    """
-    q, k, v = block.attention.heads(block.norm1(x), inputs)
-    found, further = attend(q, k, v)
-    x = x + block.attention.contract(found, inputs)
-    y, _ = block.feed_forward(block.norm2(x), inputs)
-    return x + y, further
 
 
 def attend_to_slots(

@@ -7,31 +7,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
-from jaxdist.models.decoder import Aux, Decoder, DecoderBlock, stacked
+from jaxdist.models.decoder import Block, Decoder
 from jaxdist.models.dropout import dropout
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.layers import MLP, Attention, LayerNorm
 from jaxdist.models.parameters import weight
 from jaxdist.parallel.tensor import lookup
 from jaxdist.sharding import POSITIONS, RESIDUAL, Layout, spread
-
-
-class Block(DecoderBlock):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches."""
-
-    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
-        self.layout = layout
-        self.rate = config.dropout
-        self.norm1 = LayerNorm(config.embed, config.norm_eps)
-        self.attention = Attention(config, layout, rngs)
-        self.norm2 = LayerNorm(config.embed, config.norm_eps)
-        self.mlp = MLP(config, layout, rngs)
-
-    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs) -> tuple[Float[Array, "B s D"], Aux]:
-        """Return (the residual stream after the block, aux)."""
-        x = x + dropout(self.layout, self.attention(self.norm1(x), inputs), self.rate, inputs.keys, site=0)
-        y, aux = self.feed_forward(self.norm2(x), inputs)
-        return x + dropout(self.layout, y, self.rate, inputs.keys, site=1), aux
 
 
 class GPT(Decoder):
@@ -43,9 +25,16 @@ class GPT(Decoder):
         self.rate = config.dropout
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
         self.positions = weight(rngs, (config.position_rows, config.embed), (POSITIONS, "embed"), 0.01)
-        self.blocks = stacked(lambda rngs: Block(config, layout, rngs), config, layout, rngs)
+        self.blocks = self.stacked(config, layout, rngs)
         self.norm = LayerNorm(config.embed, config.norm_eps)
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
+
+    @classmethod
+    def make_block(cls, config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> Block:
+        """Return one layer with new parameters."""
+        norm1, norm2 = (LayerNorm(config.embed, config.norm_eps) for _ in range(2))
+        attention = Attention(config, layout, rngs)
+        return Block(layout, config.dropout, norm1, attention, norm2, MLP(config, layout, rngs))
 
     def embed(self, tokens: Int[Array, "B S"], inputs: BlockInputs) -> Float[Array, "B s D"]:
         """Return the residual stream before the first block; positions are counted from the start of each document."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,9 @@ from jaxdist.models.parameters import bias_of, constant
 from jaxdist.models.projections import Column, Row, recomputed
 from jaxdist.parallel.tensor import mean_over_heads
 from jaxdist.sharding import Layout, spread, wide
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""(queries, keys, values) of tokens -> (what the queries have found, whatever else the caller wants of them)."""
 
 
 class LayerNorm(nnx.Module):
@@ -74,10 +79,19 @@ class CausalAttention(nnx.Module):
     window: int
     out: Row
 
-    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs) -> Float[Array, "B s D"]:
-        """Return the output of all heads on the residual stream."""
-        q, k, v = self.heads(x, inputs)
-        return self.contract(causal_attention(self.layout, q, k, v, inputs.starts, self.window), inputs)
+    def __call__(
+        self, x: Float[Array, "B s D"], inputs: BlockInputs, attend: Attend | None = None
+    ) -> tuple[Float[Array, "B s D"], Any]:
+        """Return (the output of all heads on the residual stream, what `attend` returns beside its result).
+
+        Without `attend`, the tokens of `x` attend to each other, and there is nothing beside it.
+        """
+
+        def causally(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+            return causal_attention(self.layout, q, k, v, inputs.starts, self.window), None
+
+        found, further = (attend or causally)(*self.heads(x, inputs))
+        return self.contract(found, inputs), further
 
     def heads(
         self, x: Float[Array, "B s D"], inputs: BlockInputs

@@ -6,26 +6,19 @@ Qwen3-MoE (Yang et al. 2025, section 2).
 
 from __future__ import annotations
 
-from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxdist.config import ModelConfig
-from jaxdist.models.decoder import Aux
+from jaxdist.models.decoder import Aux, Block
 from jaxdist.models.experts import Experts
 from jaxdist.models.inputs import BlockInputs
-from jaxdist.models.llama import Block, Llama
-from jaxdist.sharding import Layout, Params
+from jaxdist.models.llama import Llama
+from jaxdist.sharding import Params
 
 
 class RoutedBlock(Block):
     """x + attention(norm(x)), then x + experts(norm(x))."""
 
     mlp: Experts
-
-    @staticmethod
-    def make_mlp(config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> nnx.Module:
-        """Return the experts."""
-        return Experts(config, layout, rngs)
 
     @property
     def aux_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -45,3 +38,4 @@ class Moe(Llama):
     """The decoder of Llama with routed blocks."""
 
     block_type = RoutedBlock
+    mlp_type = Experts
