@@ -14,7 +14,7 @@ from jaxdist.config.values import DevicesOrZero, FileName, Suggested
 from jaxdist.planning.hardware import GPUS, PRESETS
 from jaxdist.process.exit_codes import DONE, FAILED
 from jaxdist.request import STEP_KNOBS, Extra, arguments, check_picture, run
-from jaxdist.weights.source import source_of
+from jaxdist.weights.named import check_described
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     request = arguments(argv, "explain", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
     check_alone("explain")
     request.tell_unused(processes=1)
-    source_of(request.config.init_from).check_described()
+    check_described(request.config.init_from)
     extras = request.extras
     check_picture(extras["picture"], "memory.png")
     report = explain(request.config, extras["target"] or None, extras["devices"], extras["cluster"])

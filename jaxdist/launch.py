@@ -71,11 +71,12 @@ def local(argv: list[str]) -> int:
 
     from jaxdist.cluster.local import Supervisor, say, shares
     from jaxdist.training.checkpoint.step_dir import StepDir
+    from jaxdist.training.entering import enter
     from jaxdist.training.run_dir import RunFolder
 
     folder = RunFolder(config.folder)
     # Its problems are reported once here, instead of by each process.
-    folder.enter(config)
+    enter(folder, config)
 
     gpus_of_processes = shares(request.extras["processes"])
     gpus = sum(len(share.split(",")) for share in gpus_of_processes if share)
@@ -195,13 +196,14 @@ def slurm_script(request: Request) -> Script:
     from jaxdist.cluster.slurm_values import node_counts, seconds
     from jaxdist.data.documents import paths_of
     from jaxdist.training.checkpoint.step_dir import StepDir
+    from jaxdist.training.entering import enter
     from jaxdist.training.run_dir import RunFolder
 
     config = request.config
     extras = request.extras
     folder = RunFolder(config.folder)
     # Problems of the folder are reported here, and not after the job has waited in the queue.
-    folder.enter(config)
+    enter(folder, config)
     check_unfinished(folder, config)
     check_environment(extras["env"])
     check_container(extras["container"])

@@ -17,7 +17,7 @@ from jaxdist.mesh import crossing, fill, parse_mesh
 from jaxdist.planning.hardware import PRESETS
 from jaxdist.request import DEFAULT, Extra, arguments, check_output, check_picture, load, run, to_toml
 from jaxdist.request.numbers import as_list, numbers
-from jaxdist.weights.source import source_of
+from jaxdist.weights.named import check_described
 
 if TYPE_CHECKING:
     from jaxdist.planning.search.estimate import Estimate
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     request = arguments(argv, "plan", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
     check_alone("plan")
     request.tell_unused(processes=1)
-    source_of(request.config.init_from).check_described()
+    check_described(request.config.init_from)
     extras = request.extras
     if extras["picture"]:
         check_picture(extras["picture"], "plan.png")

@@ -37,13 +37,14 @@ def main(argv: list[str] | None = None) -> int:
     if target:
         raise RequestError(f"--target {target} is valid with --dry-run only: a run uses the devices of its machine")
 
+    from jaxdist.training.entering import enter
     from jaxdist.training.run_dir import RunFolder
 
     folder = RunFolder(config.folder)
     place = find(config.cluster)
     if place.alone:
         # Problems of the folder are reported before jax is imported, and long before anything compiles.
-        config = folder.enter(config)
+        config = enter(folder, config)
     # Without the place of this process, the configuration is the same in all processes, and in the folder.
     config = config.model_copy(update={"cluster": ClusterConfig()})
 
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
         if not place.alone:
             # Only the leader reports why the folder cannot be used.
-            config = leader_first("run folder", partial(folder.enter, config))
+            config = leader_first("run folder", partial(enter, folder, config))
         xla_options.keep_programs(programs_folder(), partial(faults.say, job.env))
         if job.env.leader:
             for note in [*request.notes, *notes(request.config, Known(processes=job.env.processes))]:
@@ -99,9 +100,10 @@ def dry_run(config: Config, target: str = "", remarks: Sequence[str] = ()) -> in
         raise RequestError(f"--dry-run cannot be combined with --mesh {AUTO}; use python -m jaxdist.plan")
 
     from jaxdist.planning.target import gpu_of
+    from jaxdist.training.entering import check_beginning
     from jaxdist.training.run_dir import RunFolder
 
-    RunFolder(config.folder).check_beginning(config)
+    check_beginning(RunFolder(config.folder), config)
 
     from jaxdist.training.run import Run
     from jaxdist.training.summary import folded, outlook

@@ -25,7 +25,7 @@ from jaxdist.request.knobs import KNOBS, option, sentence, shown, within
 from jaxdist.request.options import Extra, Scan
 from jaxdist.request.reading import batch_note, read, to_toml
 from jaxdist.request.unused import Known, notes
-from jaxdist.weights.source import stored_at
+from jaxdist.weights.named import model_folder
 
 LAYOUT_KNOBS = (
     "mesh",
@@ -134,7 +134,7 @@ def arguments(
     word = scan.positionals[0] if scan.positionals else None
     config = None
     run = None
-    if positional == "RUN" and pretrained and word and stored_at(Path(word)).model_folder:
+    if positional == "RUN" and pretrained and word and model_folder(Path(word)):
         # Not the name of a shipped config, which a folder may have too.
         config = os.path.join(os.curdir, word)
         knobs = (*(knobs or ()), "model.sequence")

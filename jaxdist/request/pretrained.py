@@ -11,7 +11,7 @@ from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.huggingface.folder import KEPT, open_config
 from jaxdist.huggingface.model_config import differing, longest_sequence, maximum_of, model_values
 from jaxdist.huggingface.schema import TOKENIZER
-from jaxdist.weights.source import begun_with
+from jaxdist.weights.named import model_folder
 
 RUNS = Path("runs")
 """Where the folders of runs are by default."""
@@ -66,7 +66,7 @@ def default_run_dir(init_from: Path | None) -> Path | None:
     if init_from is None:
         return None
     run = RUNS / name_of(init_from)
-    return run if begun_with(init_from, run).model_folder else None
+    return run if model_folder(init_from, run) else None
 
 
 def name_of(folder: Path) -> str:

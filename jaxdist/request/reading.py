@@ -19,7 +19,7 @@ from jaxdist.files import read_toml
 from jaxdist.huggingface.folder import adapter_problem
 from jaxdist.request import checks, pretrained, unused
 from jaxdist.request.knobs import KNOBS, SECTIONS, canonical, from_text, nest, option, sentence, shown, suggest, within
-from jaxdist.weights.source import begun_with, stored_at
+from jaxdist.weights.named import model_folder
 
 SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))}
 """The configs inside the package, by name."""
@@ -100,13 +100,13 @@ def read(
     # A valid value on the command line replaces an invalid one in the file.
     invalid = (file.failed - set(line.values)) | line.failed
     problems = file.problems + line.problems
-    named = file.folder is not None
-    if named and values["init_from"] != file.folder:
+    by_folder = file.folder is not None
+    if by_folder and values["init_from"] != file.folder:
         problems.append(f"'{config}' and init_from '{values['init_from']}' both give a model; leave one of them out")
-    folder = begun_with(values.get("init_from"), run or values["run_dir"]).model_folder
+    folder = model_folder(values.get("init_from"), run or values["run_dir"])
     if folder:
         given -= pretrained.GIVEN
-        more = _complete(values, folder, named or "init_from" in used, "data.tokenizer" in used)
+        more = _complete(values, folder, by_folder or "init_from" in used, "data.tokenizer" in used)
         if more:
             problems += more
             invalid |= {*pretrained.MODEL_KNOBS, "data.tokenizer"}
@@ -174,7 +174,7 @@ def _read_config(config: str | None) -> tuple[str, Given]:
         problem = "config is empty; name a TOML file or a shipped config, or leave it out"
     elif path_error(path):
         problem = f"config {shown(config)} {path_error(path)}"
-    elif stored_at(path).model_folder:
+    elif model_folder(path):
         return pretrained.name_of(path), Given({"init_from": path}, folder=path)
     elif adapter_problem(path):
         problem = adapter_problem(path)

@@ -12,7 +12,7 @@ from jaxdist.config import RequestError
 from jaxdist.config.values import CountOrZero, NonNegativeFloat32, PositiveFloat32, TopP
 from jaxdist.huggingface.schema import GENERATION, read_if_there
 from jaxdist.request.knobs import option, sentence
-from jaxdist.weights.source import stored_at
+from jaxdist.weights.named import small_files
 
 TYPES: dict[str, Any] = {
     "temperature": NonNegativeFloat32,
@@ -43,7 +43,7 @@ def sampling(extras: Mapping[str, Any], folder: Path) -> tuple[Sampling, str]:
 
     Raises `RequestError` for a file with other values, and for options that have no effect.
     """
-    path = stored_at(folder).small_files / GENERATION
+    path = small_files(folder) / GENERATION
     given = {name: extras[name] for name in TYPES if extras[name] is not None}
     content = read_if_there(path)
     of_file = {name: content[name] for name in TYPES if content.get(name) is not None}

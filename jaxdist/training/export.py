@@ -29,7 +29,7 @@ from jaxdist.training.checkpoint.stored_arrays import whole
 from jaxdist.training.export_marks import FORMAT
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.weights.base import base_for, recorded_base
-from jaxdist.weights.source import stored_at
+from jaxdist.weights.named import model_folder
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def write_adapter_folder(config: Config, which: str, path: Path, dtype: str) -> 
     path.mkdir()
     with step_of(config, which) as (checkpoints, found):
         # PEFT loads the base itself, and knows no other form.
-        base = stored_at(recorded_base(config, checkpoints.facts(found)).path).model_folder
+        base = model_folder(recorded_base(config, checkpoints.facts(found)).path)
         written = write_adapter(path, config.model, checkpoints.arrays(found, "params"), dtype, base)
     return {"step": found.step, "dtype": dtype, **written}
 

@@ -11,6 +11,7 @@ from jaxdist.cluster.runtime import check_computes
 from jaxdist.config import Config
 from jaxdist.models import Params
 from jaxdist.training.run import Run
+from jaxdist.weights.base import base_for
 from jaxdist.weights.source import stored_at
 
 
@@ -43,4 +44,6 @@ def restore(
     check(run)
     with jax.set_mesh(run.mesh):
         found = source.restore(run, which)
-        return Trained(run, found.step, run.step.folded(found.params), found.variables, found.data)
+        base = base_for(run.config, found.facts)
+        params = run.step.folded(base.joined(run, found.params))
+        return Trained(run, found.step, params, found.variables, found.facts.get("data"))

@@ -1,4 +1,4 @@
-"""The folder of a run: which files it holds, and whether a run may start or resume there.
+"""The folder of a run: which files it holds, and how they are read and written.
 
 No symbolic link in it is followed: the folder may come from somebody else, and a link would redirect what is written,
 or removed. The run folder itself may be a link.
@@ -22,7 +22,7 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from jaxdist import __version__
-from jaxdist.config import Config, ModelConfig, RequestError
+from jaxdist.config import Config, RequestError
 from jaxdist.files import WRONG_CONTENT, write_whole
 from jaxdist.files.json_files import LARGEST_LISTING, read_text
 from jaxdist.huggingface import special_tokens
@@ -35,11 +35,8 @@ from jaxdist.request import load, to_toml
 from jaxdist.request.pretrained import as_asked
 from jaxdist.training import history
 from jaxdist.training.checkpoint.step_dir import STEP, StepDir
-from jaxdist.training.resume_check import differing, lengthened, refusal, with_warmup
-from jaxdist.training.run_facts import FILE, SAVED, run_facts, run_id
+from jaxdist.training.run_facts import FILE, run_id
 from jaxdist.training.run_lock import LIMIT, RunLock
-from jaxdist.training.saved_before import what_shows_a_save
-from jaxdist.weights.source import begun_with, source_of
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 """Packages whose versions are written down."""
@@ -74,15 +71,9 @@ FOLDERS = (
 )
 """Folders that jaxdist reads and writes in the folder of a run."""
 
-BEFORE_A_RUN = {".lock", "checkpoints", "heartbeats", KEPT, "slurm", "run.json", "log.txt", "log.txt.1"}
-"""Names that may exist in a folder in which no run has begun yet, or one was killed as it began."""
-
-LISTED = 3
-"""Unexpected names that an error lists at most."""
-
 
 class RunFolder:
-    """Paths of a run's files, and the rules for entering the folder."""
+    """Paths of a run's files, and what they hold."""
 
     def __init__(self, path: Path):
         self.path = Path(path)
@@ -98,99 +89,11 @@ class RunFolder:
         self.plot = self.path / "loss.png"
         self.tensorboard = self.path / "tensorboard"
         self.notes: list[str] = []
-        """Sentences about how the run that is here is resumed, from `enter`."""
+        """Sentences about how the run that is here is resumed, from `entering.enter`."""
 
-    def enter(self, config: Config) -> Config:
-        """Return the configuration to run here: `config`, completed from the run that is here.
-
-        That run gives its precision where `config` leaves it open, and the run whose weights `config` begins with gives
-        its tokenizer. Raises `RequestError` when `config` must not be run here. Writes nothing.
-        """
-        self.check_layout()
-        committed = [step for folder in self._step_dirs() for step in folder.steps()]
-        if not self.config.exists():
-            self._check_new(config, committed)
-            return source_of(config.init_from).inherit(config)
-        if config.resume == "never":
-            raise RequestError(
-                f"run folder {self.path} holds a run already and --resume is never; "
-                f"name another --run-dir, or go on with --resume auto"
-            )
-        steps = StepDir(self.checkpoints).steps()
-        if config.resume.isdecimal() and int(config.resume) not in steps:
-            there = f"its steps are {', '.join(map(str, steps))}" if steps else "it holds none"
-            raise RequestError(f"run folder {self.path} holds no checkpoint of step {config.resume}; {there}")
-        if not committed:
-            # The run died before it had learned anything that could be kept, or that is not where it was.
-            self._refuse_lost(load(str(self.config), {}, knobs=()))
-            return source_of(config.init_from).inherit(config)
-        return self._continuing(config, steps or committed)
-
-    def check_beginning(self, config: Config) -> None:
-        """Refuse an `init_from` as `enter` does, for a run that is only described: no weights need be in a folder.
-
-        A run that has saved a step here needs what it began with no more. Raises `RequestError`.
-        """
-        begun = self.config.exists() and any(folder.steps() for folder in self._step_dirs())
-        if not begun:
-            begun_with(config.init_from, self.path).check_beginning(config)
-
-    def _check_new(self, config: Config, committed: list[int]) -> None:
-        """Raise `RequestError` where a folder without a config.toml is not fit for a new run."""
-        if committed:
-            raise RequestError(
-                f"run folder {self.path} holds checkpoints but not the config.toml of their run; copy it there, or "
-                f"name another --run-dir"
-            )
-        self._refuse_lost(None)
-        names = os.listdir(self.path) if self.path.exists() else []
-        strangers = sorted(set(names) - BEFORE_A_RUN)
-        if strangers:
-            raise RequestError(
-                f"run folder {self.path} holds no run, but other things ({', '.join(strangers[:LISTED])}); "
-                f"name another --run-dir"
-            )
-        if config.resume.isdecimal():
-            raise RequestError(f"run folder {self.path} holds no run to go back to step {config.resume} of")
-
-    def _refuse_lost(self, config: Config | None) -> None:
-        """Raise `RequestError` if the run here, which has no step, has ever saved one; `config` is its own."""
-        seals = [step for folder in self._step_dirs() for step in folder.seals()]
-        shown = what_shows_a_save(self.path, seals, config)
-        if shown:
-            raise RequestError(
-                f"run folder {self.path} holds no step of its run, but {shown}; bring {self.checkpoints} back (a "
-                f"volume may not be mounted), or name another --run-dir, or move {self.path} away to start from the "
-                f"beginning"
-            )
-
-    def lost_step(self, first: int) -> list[str]:
-        """Return a sentence about the step that was saved last, where it is gone and the run goes on from `first`."""
-        step = run_facts(self.path).get(SAVED)
-        if not isinstance(step, int) or step <= first or any(step in folder.steps() for folder in self._step_dirs()):
-            return []
-        return [f"step {step} was saved, but is gone: the steps after {first} are taken again"]
-
-    def _continuing(self, config: Config, steps: list[int]) -> Config:
-        """Return `config` as it continues the run here, which has saved `steps`. Raises `RequestError`."""
-        old = load(str(self.config), {}, knobs=())
-        if config.precision == "auto":
-            config = config.model_copy(update={"precision": old.precision})
-        if config.init_from and not config.data.tokenizer:
-            config = with_tokenizer(config, old.data.tokenizer)
-        from_step = int(config.resume) if config.resume.isdecimal() else max(steps)
-        asked = as_asked(config)
-        longer = lengthened(old, asked, from_step)
-        if longer:
-            self.notes.append(longer)
-            return with_warmup(config, old.optimizer.warmup)
-        if differing(old, asked):
-            raise RequestError(f"run folder {self.path} holds a run with another config: {refusal(old, asked)}")
-        return config
-
-    def model(self) -> ModelConfig:
-        """Return the model of the run here."""
-        return load(str(self.config), {}, knobs=()).model
+    def own_config(self) -> Config:
+        """Return the configuration of the run here."""
+        return load(str(self.config), {}, knobs=())
 
     def check_layout(self) -> None:
         """Raise `RequestError` where a file or a folder of a run is something else, such as a link."""
@@ -237,14 +140,14 @@ class RunFolder:
 
     def _identity_of_seals(self) -> str | None:
         """Return the id of the run that sealed the steps here, if a seal names one."""
-        for folder in self._step_dirs():
+        for folder in self.step_dirs():
             for step in reversed(folder.steps()):
                 seal = folder.seal_of(step)
                 if seal and seal.run:
                     return seal.run
         return None
 
-    def _step_dirs(self) -> list[StepDir]:
+    def step_dirs(self) -> list[StepDir]:
         """Return the folders of steps of this run: the newest, the best, and those set aside."""
         return [StepDir(self.path / name) for name in STEP_DIRS]
 
@@ -266,7 +169,7 @@ class RunFolder:
 
     def data_begun(self) -> str | None:
         """Return the fingerprint of the data that the run here began with; None where no step tells it."""
-        for folder in self._step_dirs():
+        for folder in self.step_dirs():
             for step in reversed(folder.steps()):
                 with suppress(*WRONG_CONTENT):
                     return str(folder.facts(step)["data"])
@@ -336,7 +239,7 @@ class RunFolder:
 
         Returns sentences about lines that are damaged or missing. Raises `RequestError` where it cannot be written.
         """
-        before = load(str(self.config), {}, knobs=()) if self.config.exists() else config
+        before = self.own_config() if self.config.exists() else config
         try:
             return history.cut(self.metrics, step, [history.interval(one) for one in (before, config)])
         except OSError as error:

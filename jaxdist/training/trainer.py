@@ -41,6 +41,7 @@ from jaxdist.training.console import Screen
 from jaxdist.training.copies import check_named
 from jaxdist.training.data_progress import DataProgress
 from jaxdist.training.disk_errors import disk_error, one_sentence
+from jaxdist.training.entering import lost_step
 from jaxdist.training.forward.local_step import LocalStep
 from jaxdist.training.forward.step import Batch, Step, TrainState
 from jaxdist.training.meter import Diverged, Meter
@@ -151,7 +152,7 @@ def check_new(run: Run) -> None:
 
 def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
     """Write how the run is made, and cut its metrics back to the step that it resumes from."""
-    notes = [*folder.notes, *folder.lost_step(prepared.first), *folder.cut_metrics(prepared.first, run.config)]
+    notes = [*folder.notes, *lost_step(folder, prepared.first), *folder.cut_metrics(prepared.first, run.config)]
     prepared.checkpoints.notes += notes
     if prepared.samples and prepared.samples.note:
         prepared.checkpoints.notes.append(f"sample.prompts: {prepared.samples.note}")
@@ -160,7 +161,7 @@ def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
         note_saved(folder.path, prepared.found.step)
     else:
         # Before config.toml, which says that a run began with these files.
-        keep_files(source_of(run.config.init_from), folder.path)
+        keep_files(source_of(run.config.init_from).kept_files(), folder.path)
     devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
     xla = xla_options.settings(run.layout.platform, run.compiler_options)
     folder.write(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-import xxhash
 
 from jaxdist.cluster.consensus import agreed
 from jaxdist.config import Config, ModelConfig, RequestError
@@ -106,7 +105,7 @@ def base_of(init_from: Path) -> Base:
     path = Path(os.path.abspath(init_from))
     if not is_unicode(str(path)):
         raise RequestError(f"'{path}' is not UTF-8, and a checkpoint of a LoRA run names its base; rename the folder")
-    return stored_at(path).base()
+    return Base(*stored_at(path).lasting())
 
 
 def base_for(config: Config, facts: Mapping[str, Any] | None, resumes: bool = False) -> Base | NoBase:
@@ -146,17 +145,6 @@ def recorded_base(config: Config, facts: Mapping[str, Any]) -> Base:
             f"model.lora_rank {config.model.lora_rank} needs; choose another step, or name another run folder"
         )
     return Base(Path(fact["path"]), fact["digest"])
-
-
-def digest_of(checksums: Mapping[str, str]) -> int:
-    """Return one digest of files, from their names and checksums."""
-    text = "\n".join(f"{name} {value}" for name, value in sorted(checksums.items()))
-    return xxhash.xxh3_64(text.encode()).intdigest()
-
-
-def hexadecimal(digest: int) -> str:
-    """Return a digest as a checkpoint keeps it."""
-    return f"{digest:016x}"
 
 
 def _where(recorded: Path, named: Path, resumes: bool) -> Path:

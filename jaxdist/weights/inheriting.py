@@ -12,7 +12,7 @@ from jaxdist.huggingface.given_tokenizer import GivenTokenizer, read_tokenizer
 from jaxdist.huggingface.schema import TOKENIZER
 from jaxdist.request.checks.experts import check_upcycling, is_upcycled
 from jaxdist.training.run_dir import RunFolder, with_tokenizer
-from jaxdist.weights.source import no_weights
+from jaxdist.weights.named import no_weights
 
 
 def from_folder(folder: Path, config: Config) -> Config:
@@ -34,7 +34,7 @@ def from_run(path: Path, config: Config) -> Config:
     Raises `RequestError` where `config` cannot begin with its weights.
     """
     source, _ = checkpoint_of(path)
-    theirs = source.model()
+    theirs = source.own_config().model
     if theirs.frozen:
         raise RequestError(
             f"init_from {path} is a LoRA run, whose checkpoints hold adapters alone; merge them into the "

@@ -9,11 +9,11 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.cluster.consensus import agreed, leader
+from jaxdist.cluster.consensus import leader
 from jaxdist.config import RequestError
 from jaxdist.files import checksums, write_whole
 from jaxdist.huggingface.families import family_of
@@ -26,8 +26,7 @@ from jaxdist.models import Params
 from jaxdist.training.checkpoint.finite_state import check_loaded
 from jaxdist.training.copies import check_weights
 from jaxdist.training.forward.step import TrainState
-from jaxdist.weights.base import Base, digest_of, hexadecimal
-from jaxdist.weights.source import Restored, Source
+from jaxdist.weights.digests import digest_of
 
 if TYPE_CHECKING:
     from jaxdist.training.run import Run
@@ -43,17 +42,20 @@ def begin(run: Run, folder: Path, say: Callable[[str], None]) -> TrainState:
     return run.begin(params, {})
 
 
-def restore(run: Run, folder: Path, notes: Sequence[str]) -> Restored:
+def restore(run: Run, folder: Path, notes: Sequence[str]) -> Params:
     """Return the weights, and print `notes` on them before they are read; call under `jax.set_mesh`."""
     if leader():
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-    return Restored(None, parameters(run, folder, run.abstract_params()), {}, None)
+    return parameters(run, folder, run.abstract_params())
 
 
-def base(folder: Path) -> Base:
-    """Return the folder as the base of adapters."""
-    return Base(folder, hexadecimal(agreed(lambda: _digest(folder))))
+def digest(folder: Path) -> str:
+    """Return a digest of the names and contents of the files with weights. All processes call this.
+
+    Raises `RequestError` where one cannot be read.
+    """
+    return digest_of(lambda: _checksums(folder))
 
 
 def parameters(run: Run, folder: Path, abstract: Params) -> Params:
@@ -78,13 +80,12 @@ def kept_files(folder: Path) -> dict[str, bytes]:
     return contents | {SOURCE: json.dumps(_source(open_folder(folder))).encode()}
 
 
-def keep_files(source: Source, run: Path) -> None:
-    """Write the files that a new run keeps of the weights that it begins with into the folder `run`.
+def keep_files(contents: Mapping[str, bytes], run: Path) -> None:
+    """Write the files that a new run keeps of the weights that it begins with, by name, into the folder `run`.
 
     Files that are there from an earlier start, before the run had a checkpoint, are replaced or removed.
     """
     kept = run / KEPT
-    contents = source.kept_files()
     if contents:
         kept.mkdir(parents=True, exist_ok=True)
     for name in (*SMALL_FILES, SOURCE):
@@ -104,12 +105,12 @@ def _source(folder: Folder) -> dict[str, object]:
     return {"path": path, "maximum": maximum_of(folder), "dtype": DTYPES[dtype]}
 
 
-def _digest(folder: Path) -> int:
-    """Return a digest of the names and contents of the files with weights. Raises `RequestError`."""
+def _checksums(folder: Path) -> dict[str, str]:
+    """Return the checksum of each file with weights, by its name. Raises `RequestError`."""
     files = sorted(set(open_folder(folder).files.values()))
     try:
         # A cache of Hugging Face holds links to files that are named by their content.
         sums = checksums([file.resolve() for file in files])
     except OSError as error:
         raise RequestError(f"{error.filename} cannot be read ({error.strerror}); make it readable") from error
-    return digest_of({file.name: digest for file, (_, digest) in zip(files, sums, strict=True)})
+    return {file.name: digest for file, (_, digest) in zip(files, sums, strict=True)}

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jaxdist.cluster.consensus import agreed
 from jaxdist.config import RequestError
 from jaxdist.huggingface.readable import Readable
 from jaxdist.models import Params
@@ -17,9 +16,8 @@ from jaxdist.training.checkpoint.finite_state import check_loaded
 from jaxdist.training.checkpoint.manager import BEST, Checkpoints, Found
 from jaxdist.training.forward.step import TrainState
 from jaxdist.weights import upcycling
-from jaxdist.weights.base import Base, base_for, digest_of, hexadecimal
+from jaxdist.weights.digests import digest_of
 from jaxdist.weights.inheriting import checkpoint_of
-from jaxdist.weights.source import Restored
 
 if TYPE_CHECKING:
     from jaxdist.training.run import Run
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 def begin(run: Run, path: Path, say: Callable[[str], None]) -> TrainState:
     """Return the state before the first step of `run` with these weights, which may be those of a dense run."""
     folder, which = checkpoint_of(path)
-    growth = upcycling.growth(run, folder.model())
+    growth = upcycling.growth(run, folder.own_config().model)
     with Checkpoints(folder.path, keep=None) as checkpoints:
         found = checkpoints.find(which)
         abstract = run.abstract_logical()
@@ -41,8 +39,8 @@ def begin(run: Run, path: Path, say: Callable[[str], None]) -> TrainState:
     return run.begin(params, variables)
 
 
-def restore(run: Run, path: Path, which: str) -> Restored:
-    """Return the weights of step `which` of the run at `path`, its adapters joined with their base."""
+def restore(run: Run, path: Path, which: str) -> tuple[int, Params, Params, dict[str, Any]]:
+    """Return the number, parameters, variables and facts of step `which` of the run at `path`."""
     with Checkpoints(path, keep=None) as checkpoints:
         found = checkpoints.find(which)
         for note in checkpoints.notes:
@@ -50,13 +48,11 @@ def restore(run: Run, path: Path, which: str) -> Restored:
         state = run.abstract_logical()
         params, variables = checkpoints.restore_params(state.params, state.variables, found)
         check_loaded(params, f"step {found.step} of {path}", "name another one by --checkpoint")
-        facts = checkpoints.facts(found)
-        params = base_for(run.config, facts).joined(run, params)
-        return Restored(found.step, params, variables, facts["data"])
+        return found.step, params, variables, checkpoints.facts(found)
 
 
-def base(path: Path) -> Base:
-    """Return a step as the base of adapters."""
+def lasting(path: Path) -> tuple[Path, str]:
+    """Return the path of a step by its number, and a digest of its parameters. All processes call this."""
     run, which = checkpoint_of(path)
     with Checkpoints(run.path, keep=None) as checkpoints:
         found = checkpoints.find(which)
@@ -64,7 +60,7 @@ def base(path: Path) -> Base:
     name = BEST if found.store.step_dir.folder.name == BEST else str(found.step)
     # The latest step of a run changes as it goes on.
     step = Path(os.path.abspath(run.path)) / "checkpoints" / name
-    return Base(step, hexadecimal(agreed(lambda: _digest(found))))
+    return step, digest_of(lambda: _checksums(found))
 
 
 def frozen(run: Run, path: Path) -> Params:
@@ -84,8 +80,8 @@ def arrays(path: Path) -> Iterator[Mapping[str, Readable]]:
         yield checkpoints.arrays(checkpoints.find(which), "params")
 
 
-def _digest(found: Found) -> int:
-    """Return a digest of the checksums of the parameters in a step, which was read through when it was found.
+def _checksums(found: Found) -> dict[str, str]:
+    """Return the checksums of the parameters in a step, which was read through when it was found.
 
     Raises `RequestError` where it has none.
     """
@@ -95,4 +91,4 @@ def _digest(found: Found) -> int:
             f"{found.store.step_dir.path(found.step)} has no checksums, by which a LoRA run would know its base again; "
             f"begin with another step"
         )
-    return digest_of({name: value for name, (_, value) in seal.files.items() if name.startswith("params/")})
+    return {name: value for name, (_, value) in seal.files.items() if name.startswith("params/")}

@@ -108,7 +108,7 @@ def test_a_folder_is_judged_by_a_file_or_by_questions_and_nothing_else(model, ca
 
 
 def test_a_run_keeps_what_it_needs_of_the_folder(model):
-    keep_files(source_of(model), Path("run"))
+    keep_files(source_of(model).kept_files(), Path("run"))
     names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     assert sorted(os.listdir("run/huggingface")) == sorted([*names, "source.json"])
     for name in names:
@@ -121,8 +121,8 @@ def test_a_run_keeps_what_it_needs_of_the_folder(model):
     ("init_from", "left"), [("llama1", ["config.json", "generation_config.json", "source.json"]), (None, [])]
 )
 def test_a_new_start_keeps_nothing_of_an_earlier_folder(model, init_from, left):
-    keep_files(source_of(model), Path("run"))
-    keep_files(source_of(init_from and GOLDEN / init_from), Path("run"))
+    keep_files(source_of(model).kept_files(), Path("run"))
+    keep_files(source_of(init_from and GOLDEN / init_from).kept_files(), Path("run"))
     assert sorted(os.listdir("run/huggingface")) == left
 
 
@@ -151,7 +151,7 @@ def test_a_folder_has_no_steps(model):
 
 
 def test_a_link_among_the_kept_files_is_refused(model):
-    keep_files(source_of(model), Path("run"))
+    keep_files(source_of(model).kept_files(), Path("run"))
     RunFolder(Path("run")).check_layout()
     Path("run/huggingface/config.json").unlink()
     Path("run/huggingface/config.json").symlink_to(model.resolve() / "config.json")

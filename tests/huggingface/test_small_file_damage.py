@@ -63,7 +63,7 @@ def template(folder: Path) -> None:
 
 
 def keep(folder: Path) -> None:
-    keep_files(source_of(folder), folder.parent / "kept")
+    keep_files(source_of(folder).kept_files(), folder.parent / "kept")
 
 
 def command(main: Callable, *more: str) -> Callable[[Path], None]:

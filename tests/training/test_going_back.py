@@ -9,6 +9,7 @@ import pytest
 from jaxdist import evaluate, launch, train
 from jaxdist.config import RequestError
 from jaxdist.request import load
+from jaxdist.training.entering import enter, lost_step
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import note_saved, run_facts
 from tests.training.conftest import SMALL, over
@@ -157,7 +158,7 @@ def test_a_run_whose_checkpoints_are_lost_never_begins_again_by_itself(options, 
                 shutil.rmtree(path)
             path.unlink(missing_ok=True)
     # Nothing is left that could be lost.
-    RunFolder(copy).enter(load(str(copy / "config.toml"), {"run_dir": str(copy)}))
+    enter(RunFolder(copy), load(str(copy / "config.toml"), {"run_dir": str(copy)}))
 
 
 def test_a_run_that_has_saved_nothing_yet_begins_again(options, copy):
@@ -167,7 +168,7 @@ def test_a_run_that_has_saved_nothing_yet_begins_again(options, copy):
         (copy / name).unlink()
     metrics = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join(line for line in metrics if json.loads(line)["step"] <= 10))
-    RunFolder(copy).enter(load(str(copy / "config.toml"), {"run_dir": str(copy)}))
+    enter(RunFolder(copy), load(str(copy / "config.toml"), {"run_dir": str(copy)}))
 
 
 def test_the_note_of_what_is_saved_follows_the_run(options, copy):
@@ -185,10 +186,10 @@ def test_the_note_of_what_is_saved_follows_the_run(options, copy):
 def test_a_newest_step_that_is_gone_is_told(copy):
     """One that was set aside, or is the best, is not gone."""
     for step_dir in (copy / "checkpoints" / "20", copy / "checkpoints" / "best" / "20"):
-        assert RunFolder(copy).lost_step(15) == []
+        assert lost_step(RunFolder(copy), 15) == []
         shutil.rmtree(step_dir)
-    assert RunFolder(copy).lost_step(15) == ["step 20 was saved, but is gone: the steps after 15 are taken again"]
-    assert RunFolder(copy).lost_step(20) == []
+    assert lost_step(RunFolder(copy), 15) == ["step 20 was saved, but is gone: the steps after 15 are taken again"]
+    assert lost_step(RunFolder(copy), 20) == []
 
 
 def test_a_step_that_is_not_there_is_refused_and_nothing_is_touched(options, copy, tmp_path):

@@ -6,6 +6,7 @@ from jaxdist import train
 from jaxdist.config import RequestError
 from jaxdist.request import load
 from jaxdist.training.checkpoint.step_dir import StepDir
+from jaxdist.training.entering import enter
 from jaxdist.training.resume_check import differing, lengthened
 from jaxdist.training.run_dir import STEP_DIRS, RunFolder
 from tests.training.curves import lines
@@ -55,14 +56,14 @@ def test_steps_bind_a_run_to_its_config_wherever_they_lie(tmp_path, name):
     """The newest, the best, and those set aside: without any the run has learned nothing that another config loses."""
     folder, own, other = RunFolder(tmp_path), asked(), asked(optimizer__learning_rate=0.5)
     folder.write(own, tokenizer=None, special=None, devices=[], more={})
-    assert folder.enter(other) == other
+    assert enter(folder, other) == other
     put(StepDir(tmp_path / name), 5)
-    assert folder.enter(own) == own
+    assert enter(folder, own) == own
     with pytest.raises(RequestError, match=r"another config: optimizer\.learning_rate"):
-        folder.enter(other)
+        enter(folder, other)
     folder.config.unlink()
     with pytest.raises(RequestError, match=r"holds checkpoints but not the config\.toml"):
-        folder.enter(own)
+        enter(folder, own)
 
 
 CONSTANT = dict(optimizer__schedule="constant")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxdist.config import Config, RequestError
 from jaxdist.request.checks.registry import check
-from jaxdist.weights.source import source_of
+from jaxdist.weights.named import model_folder, needs_tokenizer
 
 BYTE_LEVEL_VOCAB = 257
 """Fewest entries of a byte-level tokenizer: one for each byte, and the end-of-text token."""
@@ -48,7 +48,7 @@ def _vocab(config: Config) -> Iterator[str]:
         return
     if not _trains_tokenizer(config):
         return
-    problem = source_of(config.init_from).needs_tokenizer()
+    problem = needs_tokenizer(config.init_from)
     if problem:
         yield problem
     elif config.model.vocab < BYTE_LEVEL_VOCAB:
@@ -81,7 +81,7 @@ def _run_dir(config: Config) -> Iterator[str]:
 
 @check("init_from")
 def _init_from(config: Config) -> Iterator[str]:
-    if config.init_from is None or not source_of(config.init_from).in_checkpoints:
+    if config.init_from is None or model_folder(config.init_from):
         return
     problem = path_problem(config.init_from)
     if problem:

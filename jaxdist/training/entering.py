@@ -1,0 +1,116 @@
+"""Whether a run may start or resume in a folder, and with which configuration. No jax here."""
+
+from __future__ import annotations
+
+import os
+
+from jaxdist.config import Config, RequestError
+from jaxdist.huggingface.folder import KEPT
+from jaxdist.request.pretrained import as_asked
+from jaxdist.training.checkpoint.step_dir import StepDir
+from jaxdist.training.resume_check import differing, lengthened, refusal, with_warmup
+from jaxdist.training.run_dir import RunFolder, with_tokenizer
+from jaxdist.training.run_facts import SAVED, run_facts
+from jaxdist.training.saved_before import what_shows_a_save
+from jaxdist.weights.named import model_folder
+from jaxdist.weights.source import source_of
+
+BEFORE_A_RUN = {".lock", "checkpoints", "heartbeats", KEPT, "slurm", "run.json", "log.txt", "log.txt.1"}
+"""Names that may exist in a folder in which no run has begun yet, or one was killed as it began."""
+
+LISTED = 3
+"""Unexpected names that an error lists at most."""
+
+
+def enter(folder: RunFolder, config: Config) -> Config:
+    """Return the configuration to run in `folder`: `config`, completed from the run that is there.
+
+    That run gives its precision where `config` leaves it open, and the run whose weights `config` begins with gives
+    its tokenizer. Raises `RequestError` when `config` must not be run there. Writes nothing.
+    """
+    folder.check_layout()
+    committed = [step for steps in folder.step_dirs() for step in steps.steps()]
+    if not folder.config.exists():
+        _check_new(folder, config, committed)
+        return source_of(config.init_from).inherit(config)
+    if config.resume == "never":
+        raise RequestError(
+            f"run folder {folder.path} holds a run already and --resume is never; "
+            f"name another --run-dir, or go on with --resume auto"
+        )
+    steps = StepDir(folder.checkpoints).steps()
+    if config.resume.isdecimal() and int(config.resume) not in steps:
+        there = f"its steps are {', '.join(map(str, steps))}" if steps else "it holds none"
+        raise RequestError(f"run folder {folder.path} holds no checkpoint of step {config.resume}; {there}")
+    if not committed:
+        # The run died before it had learned anything that could be kept, or that is not where it was.
+        _refuse_lost(folder, folder.own_config())
+        return source_of(config.init_from).inherit(config)
+    return _continuing(folder, config, steps or committed)
+
+
+def check_beginning(folder: RunFolder, config: Config) -> None:
+    """Refuse an `init_from` as `enter` does, for a run that is only described: a folder need not hold its weights.
+
+    A run that has saved a step needs what it began with no more. Raises `RequestError`.
+    """
+    begun = folder.config.exists() and any(steps.steps() for steps in folder.step_dirs())
+    if not begun and config.init_from and not model_folder(config.init_from, folder.path):
+        source_of(config.init_from).inherit(config)
+
+
+def lost_step(folder: RunFolder, first: int) -> list[str]:
+    """Return a sentence about the step that was saved last, where it is gone and the run goes on from `first`."""
+    step = run_facts(folder.path).get(SAVED)
+    if not isinstance(step, int) or step <= first or any(step in steps.steps() for steps in folder.step_dirs()):
+        return []
+    return [f"step {step} was saved, but is gone: the steps after {first} are taken again"]
+
+
+def _check_new(folder: RunFolder, config: Config, committed: list[int]) -> None:
+    """Raise `RequestError` where a folder without a config.toml is not fit for a new run."""
+    if committed:
+        raise RequestError(
+            f"run folder {folder.path} holds checkpoints but not the config.toml of their run; copy it there, or "
+            f"name another --run-dir"
+        )
+    _refuse_lost(folder, None)
+    names = os.listdir(folder.path) if folder.path.exists() else []
+    strangers = sorted(set(names) - BEFORE_A_RUN)
+    if strangers:
+        raise RequestError(
+            f"run folder {folder.path} holds no run, but other things ({', '.join(strangers[:LISTED])}); "
+            f"name another --run-dir"
+        )
+    if config.resume.isdecimal():
+        raise RequestError(f"run folder {folder.path} holds no run to go back to step {config.resume} of")
+
+
+def _refuse_lost(folder: RunFolder, config: Config | None) -> None:
+    """Raise `RequestError` if the run there, which has no step, has ever saved one; `config` is its own."""
+    seals = [step for steps in folder.step_dirs() for step in steps.seals()]
+    shown = what_shows_a_save(folder.path, seals, config)
+    if shown:
+        raise RequestError(
+            f"run folder {folder.path} holds no step of its run, but {shown}; bring {folder.checkpoints} back (a "
+            f"volume may not be mounted), or name another --run-dir, or move {folder.path} away to start from the "
+            f"beginning"
+        )
+
+
+def _continuing(folder: RunFolder, config: Config, steps: list[int]) -> Config:
+    """Return `config` as it continues the run in `folder`, which has saved `steps`. Raises `RequestError`."""
+    old = folder.own_config()
+    if config.precision == "auto":
+        config = config.model_copy(update={"precision": old.precision})
+    if config.init_from and not config.data.tokenizer:
+        config = with_tokenizer(config, old.data.tokenizer)
+    from_step = int(config.resume) if config.resume.isdecimal() else max(steps)
+    asked = as_asked(config)
+    longer = lengthened(old, asked, from_step)
+    if longer:
+        folder.notes.append(longer)
+        return with_warmup(config, old.optimizer.warmup)
+    if differing(old, asked):
+        raise RequestError(f"run folder {folder.path} holds a run with another config: {refusal(old, asked)}")
+    return config
