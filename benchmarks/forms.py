@@ -29,15 +29,15 @@ from jaxdist.request import load
 from jaxdist.training.run import Run
 
 
-def plain_attention(layout, q, k, v, starts=None, window=0):
+def plain_attention(layout, scores, q, k, v, starts=None):
     """Scores of all tokens with all, kept for the backward pass."""
     assert starts is None
-    assert window == 0
+    assert scores.window == 0
     group, sequence = q.shape[2] // k.shape[2], q.shape[1]
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
-    scores = jnp.einsum("BSNH,BTNH->BNST", q, k, preferred_element_type=jnp.float32) * q.shape[3] ** -0.5
-    scores = jnp.where(jnp.tril(jnp.ones((sequence, sequence), bool)), scores, -jnp.inf)
-    return jnp.einsum("BNST,BTNH->BSNH", jax.nn.softmax(scores).astype(v.dtype), v)
+    products = jnp.einsum("BSNH,BTNH->BNST", q, k, preferred_element_type=jnp.float32) * scores.scale
+    products = jnp.where(jnp.tril(jnp.ones((sequence, sequence), bool)), products, -jnp.inf)
+    return jnp.einsum("BNST,BTNH->BSNH", jax.nn.softmax(products).astype(v.dtype), v)
 
 
 def plain_loss(layout, x, table, labels, size):

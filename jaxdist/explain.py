@@ -134,7 +134,8 @@ def _compiled(
     from jaxdist.cluster import xla_options
     from jaxdist.cluster.rendezvous import across_hosts
     from jaxdist.mesh import AXES, abstract_mesh
-    from jaxdist.models.attention import effective_window, unknown_mask
+    from jaxdist.models.attention import unknown_mask
+    from jaxdist.models.scores import effective_window
     from jaxdist.planning import clusters
     from jaxdist.planning.cross_compile import compile_apart
     from jaxdist.planning.sharded_model import ShardedModel

@@ -26,6 +26,7 @@ from jaxdist.lab.pictures import DPI, blank
 from jaxdist.mesh import CONTEXT
 from jaxdist.mesh.context import zigzag
 from jaxdist.models.ring_blocks import QueryBlocks
+from jaxdist.models.scores import Scores
 from jaxdist.output.colours import BLUE, GREEN, GREY, INDIGO, ORANGE, PALE, PINK, RED, SKY, TEAL
 from jaxdist.parallel.context import Attended, Gradients, Keys, Queries, Ring
 from jaxdist.planning.hlo import collectives
@@ -174,7 +175,7 @@ def time(ranks: int, order: Order) -> Fraction:
 def run(ranks: int, order: Order = zigzag) -> Run:
     """Attend over a random row, and compare the result with attention on one device."""
     noted: list[Block] = []
-    ring = Ring(ranks, Noted(noted.append, QueryBlocks()))
+    ring = Ring(ranks, Noted(noted.append, QueryBlocks(Scores.of(HEAD_SIZE))))
     mesh = cpu_mesh(f"{CONTEXT}={ranks}")
     layout = Layout.on(mesh)
     row = _row(ranks)
@@ -200,7 +201,7 @@ def sent(ranks: int) -> Sent:
 
     In one program XLA would send keys and values only once, because nothing lies between the passes here.
     """
-    ring = Ring(ranks, QueryBlocks())
+    ring = Ring(ranks, QueryBlocks(Scores.of(HEAD_SIZE)))
     mesh = cpu_mesh(f"{CONTEXT}={ranks}")
     layout = Layout.on(mesh)
     place = zigzag(np.arange(length(ranks)), length(ranks), ranks)

@@ -3,6 +3,8 @@
 Query heads are N = G K: each of the K key/value heads serves G of them in a row (grouped-query attention, GQA, Ainslie
 et al. 2023). Nothing repeats keys or values.
 
+H is the size of a query and a key, U that of a value: usually the same.
+
 Where the documents of a row are kept apart, `starts` holds for each position where in its row its document starts: the
 past begins there. With a sliding window of W tokens (Beltagy et al. 2020, section 3.1; Jiang et al. 2023, section 2) a
 query sees itself and the W - 1 tokens before it; 0 means no window.
@@ -22,8 +24,9 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from jaxdist.models.ring_blocks import QueryBlocks
+from jaxdist.models.ring_blocks import QueryBlocks, block_count
 from jaxdist.models.ring_blocks_cudnn import CudnnBlocks
+from jaxdist.models.scores import Scores, effective_window
 from jaxdist.output.units import counted
 from jaxdist.parallel.context import Blocks, Keys, Queries, Ring, Starts, ulysses, with_gradient
 from jaxdist.sharding import BATCH, SEQUENCE, Layout, wide
@@ -40,34 +43,34 @@ NO_DOCUMENTS = "cuDNN attention, as jax.nn offers it, knows no documents, and mo
 
 def causal_attention(
     layout: Layout,
+    scores: Scores,
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    v: Float[Array, "B S K U"],
     starts: Starts = None,
-    window: int = 0,
-) -> Float[Array, "B S N H"]:
+) -> Float[Array, "B S N U"]:
     """Attend to the past (Vaswani et al. 2017, eq. 1), softmax in f32; the heads are those of the whole mesh.
 
     `attention_kernel` says which form runs. Where `context` splits the sequence, keys or heads travel
     (`parallel.context`).
     """
     if not layout.split(SEQUENCE):
-        return _on_whole_rows(layout, q, k, v, starts, window)
+        return _on_whole_rows(layout, scores, q, k, v, starts)
     if layout.manual:
-        return _on_parts_of_rows(layout, q, k, v, starts, window)
+        return _on_parts_of_rows(layout, scores, q, k, v, starts)
     inner = replace(layout, manual=True)
     own = layout.activation("BSNH")
     documents = () if starts is None else (starts,)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, *documents: jax.Array) -> jax.Array:
-        return _on_parts_of_rows(inner, q, k, v, documents[0] if documents else None, window)
+        return _on_parts_of_rows(inner, scores, q, k, v, documents[0] if documents else None)
 
     specs = (own, own, own, *(layout.activation("BS") for _ in documents))
     return jax.shard_map(local, in_specs=specs, out_specs=own)(q, k, v, *documents)
 
 
 def _on_parts_of_rows(
-    layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, window: int
+    layout: Layout, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts
 ) -> jax.Array:
     """Attend on a device that holds a part of each row, in a manual region."""
 
@@ -77,15 +80,15 @@ def _on_parts_of_rows(
     if not layout.zigzag:
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts) -> jax.Array:
-            return _on_whole_rows(layout, q, k, v, starts, window)
+            return _on_whole_rows(layout, scores, q, k, v, starts)
 
         return ulysses(attend, q, k, v, starts, saved)
     ranks = layout.parts(SEQUENCE)
     at = layout.positions(q.shape[1])
-    window = effective_window(window, ranks * q.shape[1])
-    blocks: Blocks = CudnnBlocks()
-    if why_not_cudnn(layout, q.shape, q.dtype, starts is not None, window):
-        blocks = QueryBlocks(window)
+    scores = scores.within(ranks * q.shape[1])
+    blocks: Blocks = CudnnBlocks(scores.scale)
+    if why_not_cudnn(layout, q.shape, q.dtype, starts is not None, scores.window):
+        blocks = QueryBlocks(scores)
     ring = Ring(ranks, blocks, unroll=layout.platform == "cpu")
     queries = Queries(q, at, starts)
     keys = Keys(k, v, at)
@@ -97,12 +100,14 @@ def _on_parts_of_rows(
     return with_gradient(ring, queries, keys, jax.tree.map(saved, found))
 
 
-def _on_whole_rows(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, window: int) -> jax.Array:
+def _on_whole_rows(
+    layout: Layout, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts
+) -> jax.Array:
     """Attend where each device holds whole rows."""
-    window = effective_window(window, q.shape[1])
+    scores = scores.within(q.shape[1])
     if why_not_cudnn(layout, q.shape, q.dtype, starts is not None):
-        return _blocked_attention(q, k, v, starts, window)
-    return _cudnn_attention(layout, q, k, v, window)
+        return _blocked_attention(scores, q, k, v, starts)
+    return _cudnn_attention(layout, scores, q, k, v)
 
 
 def attention_kernel(
@@ -124,17 +129,12 @@ def attention_kernel(
         ring = f"ring attention over context={ranks}{within}, each half-block"
         if not reason:
             return f"{ring} by cuDNN flash attention: {device}"
-        return f"{ring} in {counted(QueryBlocks().count(sequence // ranks // 2), 'block')} of queries, because {reason}"
+        return f"{ring} in {counted(block_count(sequence // ranks // 2), 'block')} of queries, because {reason}"
     exchanged = f"Ulysses over context={ranks}, then " if ranks > 1 else ""
     if not reason:
         return f"{exchanged}cuDNN flash attention{within}: {device}"
     blocks = sequence // block_rows(sequence)
     return f"{exchanged}causal attention{within} in {counted(blocks, 'block')} of queries, because {reason}"
-
-
-def effective_window(window: int, sequence: int) -> int:
-    """Return the window, or 0 where it hides nothing from a row of `sequence` tokens."""
-    return window if window < sequence else 0
 
 
 def why_not_cudnn(
@@ -202,23 +202,29 @@ def is_cudnn_forward(primitive: Primitive, *_: object, **__: object) -> bool:
     return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
-def _cudnn_attention(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array, window: int) -> jax.Array:
+def _cudnn_attention(layout: Layout, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Run FlashAttention-2 (Dao 2023) of cuDNN on each device's own rows and heads.
 
     docs/status.md says where it has run.
     """
     own = layout.activation("BSNH")
     # JAX counts the tokens before the query's own, and after it.
-    seen = (window - 1, 0) if window else None
-    local = partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=seen, implementation="cudnn")
+    seen = (scores.window - 1, 0) if scores.window else None
+    local = partial(
+        jax.nn.dot_product_attention,
+        scale=scores.scale,
+        is_causal=True,
+        local_window_size=seen,
+        implementation="cudnn",
+    )
     if layout.manual:
         return local(q, k, v)
     return jax.shard_map(local, in_specs=(own, own, own), out_specs=own)(q, k, v)
 
 
 def _blocked_attention(
-    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], starts: Starts, window: int
-) -> Float[Array, "B S N H"]:
+    scores: Scores, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K U"], starts: Starts
+) -> Float[Array, "B S N U"]:
     """Attend in blocks of queries that skip the keys after them, and those that a window hides from all of them.
 
     With n blocks the work is (n + 1) / 2n of the full square (Dao 2023, section 3.1.1), and with a window that of S
@@ -227,15 +233,15 @@ def _blocked_attention(
     with S.
     """
     # Remat policies see nothing inside a custom VJP: so the results are made and named before it.
-    results = _blocked_forward(*jax.lax.stop_gradient((q, k, v)), starts, window)
+    results = _blocked_forward(scores, *jax.lax.stop_gradient((q, k, v)), starts)
     out, sums = (checkpoint_name(a, ATTENTION) for a in results)
-    return _with_gradient(window, q, k, v, starts, out, sums)
+    return _with_gradient(scores, q, k, v, starts, out, sums)
 
 
 def _blocked_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, window: int
+    scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output [B, S, N, H], laid out as its matmul with a weight keeps it, and log sum exp [B, K, S', 1].
+    """Return the output [B, S, N, U], laid out as its matmul with a weight keeps it, and log sum exp [B, K, S', 1].
 
     S' is G S: see `_group`. The keys' S is called T.
     """
@@ -246,11 +252,11 @@ def _blocked_forward(
     v = v.swapaxes(1, 2)
     blocks = []
     sums = []
-    for block in _blocks(sequence, group, window):
-        scores = _scores(q[:, :, block.rows], k[:, :, block.past], block, group, window, starts)
+    for block in _blocks(sequence, group, scores.window):
+        s = _scores(scores, q[:, :, block.rows], k[:, :, block.past], block, group, starts)
         # The maximum is subtracted so that exp does not overflow (Dao et al. 2022, section 3.1).
-        highest = jnp.max(scores, -1, keepdims=True)
-        p = jnp.exp(scores - highest)
+        highest = jnp.max(s, -1, keepdims=True)
+        p = jnp.exp(s - highest)
         total = jnp.sum(p, -1, keepdims=True)
         out = jnp.einsum("BKST,BKTH->BKSH", p.astype(v.dtype), v[:, :, block.past], preferred_element_type=total.dtype)
         blocks.append((out / total).astype(v.dtype))
@@ -264,20 +270,20 @@ Saved = tuple[jax.Array, jax.Array, jax.Array, Starts, jax.Array, jax.Array]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_gradient(
-    window: int, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, out: jax.Array, sums: jax.Array
+    scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, out: jax.Array, sums: jax.Array
 ) -> jax.Array:
     """Return `out`, whose gradient goes to q, k and v."""
     return out
 
 
 def _with_gradient_forward(
-    window: int, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, out: jax.Array, sums: jax.Array
+    scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, out: jax.Array, sums: jax.Array
 ) -> tuple[jax.Array, Saved]:
     return out, (q, k, v, starts, out, sums)
 
 
 def _with_gradient_backward(
-    window: int, saved: Saved, g: jax.Array
+    scores: Scores, saved: Saved, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None, None]:
     """Return the gradients of q, k and v (Dao et al. 2022, appendix B.2)."""
     q, k, v, starts, out, sums = saved
@@ -299,14 +305,14 @@ def _with_gradient_backward(
     # The blocks' shares of dK and dV are accumulated in f32.
     dk: jax.Array | int = 0
     dv: jax.Array | int = 0
-    for block in _blocks(sequence, group, window):
+    for block in _blocks(sequence, group, scores.window):
         rows = block.rows
         past = block.past
         around = [(0, 0), (0, 0), (0, 0), (past.start, sequence - past.stop)]
-        p = jnp.exp(_scores(q[:, :, rows], k[:, :, past], block, group, window, starts) - sums[:, :, rows])
+        p = jnp.exp(_scores(scores, q[:, :, rows], k[:, :, past], block, group, starts) - sums[:, :, rows])
         dp = jnp.einsum("BKSH,BKTH->BKST", g[:, :, rows], v[:, :, past], preferred_element_type=p.dtype)
         # dS = P * (dP - rowsum(dO * O)), times the scale of the scores.
-        ds = (p * (dp - correction[:, :, rows]) * q.shape[-1] ** -0.5).astype(q.dtype)
+        ds = (p * (dp - correction[:, :, rows]) * scores.scale).astype(q.dtype)
         dq.append(jnp.einsum("BKST,BKTH->BKSH", ds, k[:, :, past]))
         dk += jnp.pad(transposed(q_columns[..., rows], ds), around)
         dv += jnp.pad(transposed(g_columns[..., rows], p.astype(g.dtype)), around)
@@ -329,26 +335,23 @@ class _Block(NamedTuple):
 
 
 def _scores(
+    scores: Scores,
     q: Float[Array, "B K S' H"],
     k: Float[Array, "B K T H"],
     block: _Block,
     group: int,
-    window: int,
     starts: Starts,
 ) -> Float[Array, "B K S' T"]:
     """Return the scores of a block's queries with its keys, -inf where a key is not visible."""
-    scores = jnp.einsum("BKSH,BKTH->BKST", q * q.shape[-1] ** -0.5, k, preferred_element_type=wide(q.dtype))
-    return jnp.where(_visible(block, group, window, starts), scores, -jnp.inf)
+    products = jnp.einsum("BKSH,BKTH->BKST", q * scores.scale, k, preferred_element_type=wide(q.dtype))
+    return jnp.where(_visible(scores, block, group, starts), products, -jnp.inf)
 
 
-def _visible(block: _Block, group: int, window: int, starts: Starts) -> Bool[Array, "... S' T"]:
+def _visible(scores: Scores, block: _Block, group: int, starts: Starts) -> Bool[Array, "... S' T"]:
     """Return which keys each query of a block sees: those that are not later, in its window and in its document."""
     queries = jnp.arange(block.queries.start, block.queries.stop)[:, None]
     keys = jnp.arange(block.past.start, block.past.stop)[None]
-    seen = keys <= queries
-    if window:
-        seen &= keys > queries - window
-    seen = jnp.tile(seen, (group, 1))
+    seen = jnp.tile(scores.seen(queries, keys), (group, 1))
     if starts is None:
         return seen
     first = jnp.tile(starts[:, block.queries], (1, group))[:, None, :, None]

@@ -18,11 +18,13 @@ from jaxdist.models.attention import causal_attention
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.models.parameters import bias_of, constant
 from jaxdist.models.projections import Column, Row, recomputed
+from jaxdist.models.scores import Scores
 from jaxdist.parallel.tensor import mean_over_heads
 from jaxdist.sharding import Layout, spread, wide
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-"""(queries, keys, values) of tokens -> (what the queries have found, whatever else the caller wants of them)."""
+Attend = Callable[[Scores, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""(how a layer scores; queries, keys, values of tokens) -> (what the queries have found, whatever else the caller wants
+of them)."""
 
 
 class LayerNorm(nnx.Module):
@@ -76,7 +78,7 @@ class CausalAttention(nnx.Module):
     """
 
     layout: Layout
-    window: int
+    scores: Scores
     out: Row
 
     def __call__(
@@ -87,19 +89,19 @@ class CausalAttention(nnx.Module):
         Without `attend`, the tokens of `x` attend to each other, and there is nothing beside it.
         """
 
-        def causally(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-            return causal_attention(self.layout, q, k, v, inputs.starts, self.window), None
+        def causally(scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+            return causal_attention(self.layout, scores, q, k, v, inputs.starts), None
 
-        found, further = (attend or causally)(*self.heads(x, inputs))
+        found, further = (attend or causally)(self.scores, *self.heads(x, inputs))
         return self.contract(found, inputs), further
 
     def heads(
         self, x: Float[Array, "B s D"], inputs: BlockInputs
-    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K U"]]:
         """Return queries, keys and values, at their positions."""
         raise NotImplementedError
 
-    def contract(self, out: Float[Array, "B S N H"], inputs: BlockInputs) -> Float[Array, "B s D"]:
+    def contract(self, out: Float[Array, "B S N U"], inputs: BlockInputs) -> Float[Array, "B s D"]:
         """Contract what the heads have found back onto the residual stream."""
         return self.out(out, inputs)
 
@@ -110,7 +112,7 @@ class Attention(CausalAttention):
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         matmuls = matmuls_of(config)
         self.layout = layout
-        self.window = config.window
+        self.scores = Scores.of(config.head_size, config.window)
         self.qkv = Column(layout, rngs, matmuls["attention.qkv"])
         self.qkv_bias = bias_of(matmuls["attention.qkv"])
         self.out = Row(layout, rngs, matmuls["attention.out"])
@@ -146,7 +148,7 @@ class GroupedAttention(CausalAttention):
         self.layout = layout
         self.frequencies = tuple(config.rope.frequencies(config.rope_theta, size))
         self.attention_factor = config.rope.attention_factor
-        self.window = config.window
+        self.scores = Scores.of(config.head_size, config.window)
         self.qkv = Column(layout, rngs, matmuls["attention.qkv"])
         self.qkv_bias = bias_of(matmuls["attention.qkv"]) if matmuls["attention.qkv"].bias else None
         of_head = config.qk_norm == "head"

@@ -26,6 +26,7 @@ from jaxdist.models.attention import causal_attention
 from jaxdist.models.layers import RMSNorm, SwiGLU, rotary
 from jaxdist.models.loss import cross_entropy
 from jaxdist.models.ring_blocks_cudnn import CudnnBlocks
+from jaxdist.models.scores import Scores
 from jaxdist.parallel.context import Attended, Keys, Queries, Ring
 from jaxdist.sharding import RULES, Layout
 
@@ -38,8 +39,6 @@ THETA = 10_000.0
 
 RANKS = 4
 """Ranks of the ring here: the least with which both kinds of visitors come to some rank, in the loop and after it."""
-
-RING = Ring(RANKS, CudnnBlocks())
 
 EPS = 1e-5
 """What the norm here adds to the mean square."""
@@ -84,20 +83,24 @@ def attention(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> list[Differ
     """Compare the attention that `models.attention` chooses on this device."""
     q = (sizes.rows, sizes.sequence, sizes.heads, sizes.size)
     kv = (sizes.rows, sizes.sequence, sizes.kv_heads, sizes.size)
-    fast = partial(causal_attention, window=sizes.window)
-    plain = partial(_plain_attention, window=sizes.window)
-    return _compare("attention", "qkv", fast, plain, (q, kv, kv), dtype, device)
+    scores = Scores.of(sizes.size, sizes.window)
+
+    def fast(layout: Layout, *heads: jax.Array) -> jax.Array:
+        return causal_attention(layout, scores, *heads)
+
+    return _compare("attention", "qkv", fast, partial(_plain_attention, scores), (q, kv, kv), dtype, device)
 
 
 def ring_of_cudnn(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> list[Difference]:
     """Compare a ring of cuDNN's half-blocks, all of whose ranks this one device plays."""
     q = (sizes.rows, sizes.sequence, sizes.heads, sizes.size)
     kv = (sizes.rows, sizes.sequence, sizes.kv_heads, sizes.size)
+    scores = Scores.of(sizes.size)
 
-    def ring(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return _ring_of_cudnn(q, k, v)
+    def ring(layout: Layout, *heads: jax.Array) -> jax.Array:
+        return _ring_of_cudnn(scores.scale, *heads)
 
-    return _compare("ring attention", "qkv", ring, _plain_attention, (q, kv, kv), dtype, device)
+    return _compare("ring attention", "qkv", ring, partial(_plain_attention, scores), (q, kv, kv), dtype, device)
 
 
 def everything(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> Iterator[Difference]:
@@ -168,23 +171,33 @@ def _error(a: Array, b: Array) -> float:
     return float(np.max(np.abs(found - wanted)) / np.max(np.abs(wanted)))
 
 
-@jax.custom_vjp
-def _ring_of_cudnn(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring_of_cudnn(
+    scale: float, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]
+) -> Array:
     """Attend by a ring whose `RANKS` devices are a dim of the arrays, which `vmap` gives the name of the axis."""
-    return _ring_forward(q, k, v)[0]
+    return _ring_forward(scale, q, k, v)[0]
 
 
-def _ring_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[Queries, Keys, Attended]]:
+def _ring_forward(
+    scale: float, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, tuple[Queries, Keys, Attended]]:
     at = jnp.asarray(_positions(q.shape[1])).reshape(RANKS, -1)
     queries = Queries(_parts(q), at, None)
     keys = Keys(_parts(k), _parts(v), at)
-    found = jax.vmap(RING.attend, axis_name=CONTEXT)(queries, keys)
+    found = jax.vmap(_ring(scale).attend, axis_name=CONTEXT)(queries, keys)
     return _whole(found.out), (queries, keys, found)
 
 
-def _ring_backward(saved: tuple[Queries, Keys, Attended], g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    gradients = jax.vmap(RING.gradients, axis_name=CONTEXT)(*saved, _parts(g))
+def _ring_backward(
+    scale: float, saved: tuple[Queries, Keys, Attended], g: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    gradients = jax.vmap(_ring(scale).gradients, axis_name=CONTEXT)(*saved, _parts(g))
     return _whole(gradients.q), _whole(gradients.k), _whole(gradients.v)
+
+
+def _ring(scale: float) -> Ring:
+    return Ring(RANKS, CudnnBlocks(scale))
 
 
 _ring_of_cudnn.defvjp(_ring_forward, _ring_backward)
@@ -208,16 +221,16 @@ def _whole(parts: Float[Array, "n B S/n N H"]) -> Float[Array, "B S N H"]:
 
 
 def _plain_attention(
-    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], window: int = 0
+    scores: Scores, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]
 ) -> Array:
     group = q.shape[2] // k.shape[2]
     sequence = q.shape[1]
     k = jnp.repeat(k, group, axis=2)
     v = jnp.repeat(v, group, axis=2)
-    scores = jnp.einsum("BSNH,BTNH->BNST", q, k) * q.shape[3] ** -0.5
+    products = jnp.einsum("BSNH,BTNH->BNST", q, k) * scores.scale
     distance = jnp.arange(sequence)[:, None] - jnp.arange(sequence)
-    seen = (distance >= 0) & (distance < (window or sequence))
-    return jnp.einsum("BNST,BTNH->BSNH", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
+    seen = (distance >= 0) & (distance < (scores.window or sequence))
+    return jnp.einsum("BNST,BTNH->BSNH", jax.nn.softmax(jnp.where(seen, products, -jnp.inf)), v)
 
 
 def _plain_cross_entropy(labels: np.ndarray, x: Float[Array, "k B S D"], table: Float[Array, "V D"]) -> Array:

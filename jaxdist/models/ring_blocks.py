@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from jaxdist.models.scores import Scores
 from jaxdist.parallel import region
 from jaxdist.parallel.context import Attended, Gradients, Keys, Queries, halves, join, joined
 from jaxdist.sharding import Tree, wide
@@ -25,8 +26,7 @@ class QueryBlocks:
     So temporary memory grows as the chunk does, and not as its square. Documents and a window are masked.
     """
 
-    window: int = 0
-    """0: none."""
+    scores: Scores
     rows: int = ROWS
 
     def own(self, queries: Queries, keys: Keys) -> Attended:
@@ -40,7 +40,7 @@ class QueryBlocks:
         """See `Blocks`."""
         return self._attend(queries, keys, self._hides(queries))
 
-    def own_gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N H"]) -> Gradients:
+    def own_gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N U"]) -> Gradients:
         """See `Blocks`."""
         (first, found1, g1), (second, found2, g2) = halves((queries, found, g))
         keys1, keys2 = halves(keys)
@@ -49,19 +49,19 @@ class QueryBlocks:
         c = self._gradients(second, keys2, found2, g2, True)
         return joined(Gradients(a.q, a.k + b.k, a.v + b.v), Gradients(b.q + c.q, c.k, c.v))
 
-    def visit_gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N H"]) -> Gradients:
+    def visit_gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N U"]) -> Gradients:
         """See `Blocks`."""
         return self._gradients(queries, keys, found, g, self._hides(queries))
 
     def _hides(self, queries: Queries) -> bool:
         """Return whether earlier keys may be hidden."""
-        return queries.starts is not None or self.window > 0
+        return queries.starts is not None or self.scores.window > 0
 
     def _attend(self, queries: Queries, keys: Keys, masked: bool) -> Attended:
         """Return what the queries find; `masked`: not all keys are visible."""
 
         def block(queries: Queries) -> Attended:
-            scores = self._scores(queries, keys, masked)
+            scores = self._products(queries, keys, masked)
             highest = jnp.max(scores, -1, keepdims=True)
             # Of a query that sees none of these keys, all scores are -inf.
             p = jnp.exp(scores - jnp.where(highest == -jnp.inf, 0, highest))
@@ -71,12 +71,12 @@ class QueryBlocks:
             return Attended(_by_query(out), _by_query(highest + jnp.log(total))[..., 0])
 
         length = len(queries.at)
-        if self.count(length) == 1:
+        if block_count(length, self.rows) == 1:
             return block(queries)
         return self._together(lax.map(block, self._apart(queries, length)), length)
 
     def _gradients(
-        self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N H"], masked: bool
+        self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N U"], masked: bool
     ) -> Gradients:
         """Return the gradients of `_attend` (Dao et al. 2022, appendix B.2)."""
         groups = keys.k.shape[2]
@@ -86,18 +86,18 @@ class QueryBlocks:
             sums = found.sums
             correction = jnp.sum(g.astype(sums.dtype) * found.out.astype(sums.dtype), -1)
             correction, sums = (_by_head(a[..., None], groups) for a in (correction, sums))
-            p = jnp.exp(self._scores(queries, keys, masked) - sums)
+            p = jnp.exp(self._products(queries, keys, masked) - sums)
             q = _by_head(queries.q, groups)
             g = _by_head(g, groups)
             dp = jnp.einsum("BKGSH,BTKH->BKGST", g, keys.v, preferred_element_type=p.dtype)
-            ds = (p * (dp - correction) * q.shape[-1] ** -0.5).astype(q.dtype)
+            ds = (p * (dp - correction) * self.scores.scale).astype(q.dtype)
             dq = jnp.einsum("BKGST,BTKH->BKGSH", ds, keys.k, preferred_element_type=p.dtype)
             dk = jnp.einsum("BKGST,BKGSH->BTKH", ds, q, preferred_element_type=p.dtype)
             dv = jnp.einsum("BKGST,BKGSH->BTKH", p.astype(g.dtype), g, preferred_element_type=p.dtype)
             return Gradients(_by_query(dq), dk, dv)
 
         length = len(queries.at)
-        if self.count(length) == 1:
+        if block_count(length, self.rows) == 1:
             return block((queries, found, g))
         axes = region.varying(queries.q, keys.k, keys.v, g)
         zeros = [region.zeros(a.shape, wide(a.dtype), axes) for a in (keys.k, keys.v)]
@@ -109,33 +109,27 @@ class QueryBlocks:
         (dk, dv), dq = lax.scan(add, zeros, self._apart((queries, found, g), length))
         return Gradients(self._together(dq, length), dk, dv)
 
-    def _scores(self, queries: Queries, keys: Keys, masked: bool) -> Float[Array, "B K G S T"]:
+    def _products(self, queries: Queries, keys: Keys, masked: bool) -> Float[Array, "B K G S T"]:
         """Return the scores of queries with keys, -inf where a key is hidden."""
         q = _by_head(queries.q, keys.k.shape[2])
-        scores = jnp.einsum("BKGSH,BTKH->BKGST", q * q.shape[-1] ** -0.5, keys.k, preferred_element_type=wide(q.dtype))
+        scores = jnp.einsum("BKGSH,BTKH->BKGST", q * self.scores.scale, keys.k, preferred_element_type=wide(q.dtype))
         return jnp.where(self._visible(queries, keys), scores, -jnp.inf) if masked else scores
 
     def _visible(self, queries: Queries, keys: Keys) -> Bool[Array, "... S T"]:
         """Return which keys each query sees: those that are not later, in its window and in its document."""
         at = queries.at[:, None]
         of = keys.at[None]
-        seen = of <= at
-        if self.window:
-            seen &= of > at - self.window
+        seen = self.scores.seen(at, of)
         if queries.starts is None:
             return seen
         return seen[None, None, None] & (queries.starts[..., None] <= of[None])[:, None, None]
-
-    def count(self, length: int) -> int:
-        """Return the number of blocks of `length` queries."""
-        return math.ceil(length / self.rows)
 
     def _apart(self, tree: Tree, length: int) -> Tree:
         """Cut the tokens of every array, its second dim or its only one, into equally long blocks, which come first.
 
         Zeros fill up the last one: such queries, with gradients of zero, add nothing to any other gradient.
         """
-        blocks = self.count(length)
+        blocks = block_count(length, self.rows)
         filled = blocks * math.ceil(length / blocks) - length
 
         def cut(a: jax.Array) -> jax.Array:
@@ -154,6 +148,11 @@ class QueryBlocks:
             return a.reshape(a.shape[0], -1, *a.shape[3:])[:, :length]
 
         return jax.tree.map(join, tree)
+
+
+def block_count(length: int, rows: int = ROWS) -> int:
+    """Return the number of blocks of `length` queries."""
+    return math.ceil(length / rows)
 
 
 def _by_head(a: Float[Array, "B S N X"], groups: int) -> Float[Array, "B K G S X"]:

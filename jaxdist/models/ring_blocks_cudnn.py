@@ -24,6 +24,9 @@ class CudnnBlocks:
     `models.attention.why_not_cudnn` says where it runs. Its gradients are of the dtype of queries and keys.
     """
 
+    scale: float
+    """Of the scores."""
+
     def own(self, queries: Queries, keys: Keys) -> Attended:
         """See `Blocks`: a device's two chunks, one after the other, are plainly causal."""
         return self._attend(queries, keys, causal=True)
@@ -32,48 +35,47 @@ class CudnnBlocks:
         """See `Blocks`."""
         return self._attend(queries, keys, causal=False)
 
-    def own_gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N H"]) -> Gradients:
+    def own_gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N U"]) -> Gradients:
         """See `Blocks`."""
         return self._gradients(queries, keys, found, g, causal=True)
 
-    def visit_gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N H"]) -> Gradients:
+    def visit_gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N U"]) -> Gradients:
         """See `Blocks`."""
         return self._gradients(queries, keys, found, g, causal=False)
 
     def _attend(self, queries: Queries, keys: Keys, causal: bool) -> Attended:
-        out, sums = _forward(queries.q, keys.k, keys.v, causal)
+        out, sums = _forward(self.scale, queries.q, keys.k, keys.v, causal)
         return Attended(out, sums.swapaxes(1, 2))
 
     def _gradients(
-        self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N H"], causal: bool
+        self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N U"], causal: bool
     ) -> Gradients:
         sums = found.sums.swapaxes(1, 2)
-        return Gradients(*_backward(queries.q, keys.k, keys.v, found.out, sums, g, causal))
+        return Gradients(*_backward(self.scale, queries.q, keys.k, keys.v, found.out, sums, g, causal))
 
 
 def _forward(
-    q: Float[Array, "B S N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], causal: bool
-) -> tuple[Float[Array, "B S N H"], Float[Array, "B N S"]]:
+    scale: float, q: Float[Array, "B S N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K U"], causal: bool
+) -> tuple[Float[Array, "B S N U"], Float[Array, "B N S"]]:
     """Return attention, and the log sum exp of its scores in f32. It has no gradient: cuDNN's ignores the second."""
     cudnn = _module()
-    return cudnn.dot_product_attention(
-        q, k, v, scale=q.shape[-1] ** -0.5, mask_type=_mask(cudnn, causal), return_residual=True
-    )
+    return cudnn.dot_product_attention(q, k, v, scale=scale, mask_type=_mask(cudnn, causal), return_residual=True)
 
 
 def _backward(
+    scale: float,
     q: Float[Array, "B S N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    out: Float[Array, "B S N H"],
+    v: Float[Array, "B T K U"],
+    out: Float[Array, "B S N U"],
     sums: Float[Array, "B N S"],
-    g: Float[Array, "B S N H"],
+    g: Float[Array, "B S N U"],
     causal: bool,
-) -> tuple[Float[Array, "B S N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+) -> tuple[Float[Array, "B S N H"], Float[Array, "B T K H"], Float[Array, "B T K U"]]:
     """Return the gradients of q, k and v, where the queries have found `out` and `sums` among these keys and others."""
     cudnn = _module()
     settings = dict(
-        scale=q.shape[-1] ** -0.5,
+        scale=scale,
         seed=0,
         dropout_rate=0.0,
         variadic_args=(False, False),

@@ -52,7 +52,7 @@ class Keys(NamedTuple):
     """Keys and values."""
 
     k: Float[Array, "B T K H"]
-    v: Float[Array, "B T K H"]
+    v: Float[Array, "B T K U"]
     at: Int[Array, " T"]
     """Their positions in the row."""
 
@@ -60,7 +60,7 @@ class Keys(NamedTuple):
 class Attended(NamedTuple):
     """What queries have found among some of the keys that they see."""
 
-    out: Float[Array, "B S N H"]
+    out: Float[Array, "B S N U"]
     sums: Float[Array, "B S N"]
     """The log sum exp of the scores, in f32 at least; -inf where no key was seen."""
 
@@ -70,7 +70,7 @@ class Gradients(NamedTuple):
 
     q: Float[Array, "B S N H"]
     k: Float[Array, "B T K H"]
-    v: Float[Array, "B T K H"]
+    v: Float[Array, "B T K U"]
 
 
 class Blocks(Protocol):
@@ -82,10 +82,10 @@ class Blocks(Protocol):
     def visit(self, queries: Queries, keys: Keys) -> Attended:
         """Attend to a chunk that is all earlier: only documents and a window hide keys."""
 
-    def own_gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N H"]) -> Gradients:
+    def own_gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N U"]) -> Gradients:
         """Return the gradients of `own`, where `found` is what queries have found among the keys of all devices."""
 
-    def visit_gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N H"]) -> Gradients:
+    def visit_gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N U"]) -> Gradients:
         """Return the gradients of `visit`, as `own_gradients` does."""
 
 
@@ -116,7 +116,7 @@ def join_over(axes: tuple[str, ...], found: Attended) -> Attended:
 
 
 Pair = tuple[jax.Array, jax.Array]
-"""Keys and values [B, T, K, H], or their gradients: what goes round."""
+"""Keys [B, T, K, H] and values [B, T, K, U], or their gradients: what goes round."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Ring:
         found = joined(*visit(found, pair, jnp.asarray(self.ranks - 1)))
         return Attended(found.out.astype(keys.v.dtype), found.sums)
 
-    def gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N H"]) -> Gradients:
+    def gradients(self, queries: Queries, keys: Keys, found: Attended, g: Float[Array, "B S N U"]) -> Gradients:
         """Return the gradients of queries, keys and values where `g` is that of what `attend` has `found`."""
         coming = self._onward((keys.k, keys.v))
         own = _wide(self.blocks.own_gradients(queries, keys, found, g))
@@ -228,7 +228,7 @@ def _wide(gradients: Gradients) -> Gradients:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def with_gradient(ring: Ring, queries: Queries, keys: Keys, found: Attended) -> Float[Array, "B S N H"]:
+def with_gradient(ring: Ring, queries: Queries, keys: Keys, found: Attended) -> Float[Array, "B S N U"]:
     """Return what `ring.attend` has `found`, whose gradient goes to queries, keys and values."""
     return found.out
 
@@ -270,13 +270,13 @@ def _pick(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
 
 
 def ulysses(
-    attend: Callable[[jax.Array, jax.Array, jax.Array, Starts], Float[Array, "B S N H"]],
+    attend: Callable[[jax.Array, jax.Array, jax.Array, Starts], Float[Array, "B S N U"]],
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    v: Float[Array, "B S K U"],
     starts: Starts,
     saved: Callable[[jax.Array], jax.Array],
-) -> Float[Array, "B S N H"]:
+) -> Float[Array, "B S N U"]:
     """Attend with `attend`, which takes whole rows; `saved` marks what activation checkpointing may keep.
 
     Where the devices do not divide the key/value heads, each of these is sent to several devices.

@@ -14,8 +14,9 @@ from jaxdist.config.matmuls import SPLIT, STREAM, Matmul, matmuls_of
 from jaxdist.mesh.context import WIDE, Heads, ulysses_elements
 from jaxdist.mesh.split import own_heads
 from jaxdist.models import ring_blocks
-from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows, effective_window
+from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows
 from jaxdist.models.loss import chunk_rows
+from jaxdist.models.scores import effective_window
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import SEQUENCE, Layout
 

@@ -6,7 +6,8 @@ import jax
 
 from jaxdist.config import RequestError
 from jaxdist.models import numerics
-from jaxdist.models.attention import effective_window, why_not_cudnn
+from jaxdist.models.attention import why_not_cudnn
+from jaxdist.models.scores import effective_window
 from jaxdist.training.run import Run
 
 WINDOW = 100

@@ -1,6 +1,5 @@
 """Ring attention over the devices of a mesh, and the plain form of the same. Other processes lower some of it."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +10,10 @@ import numpy as np
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.mesh.context import zigzag
 from jaxdist.models.attention import causal_attention
+from jaxdist.models.scores import Scores
 from jaxdist.sharding import Layout
+
+SCORES = Scores.of(8)
 
 
 def layout_of(devices, form: str = "ring", platform: str | None = None) -> tuple[jax.sharding.Mesh, Layout]:
@@ -26,30 +28,32 @@ def on_gpus(devices, form="ring", sequence=4096):
     mesh, layout = layout_of(devices, form)
     place = jax.NamedSharding(mesh, layout.activation("BSNH"))
     q, kv = (jax.ShapeDtypeStruct((2, sequence, heads, 64), jnp.bfloat16, sharding=place) for heads in (8, 4))
-    loss = lambda q, k, v: causal_attention(layout, q, k, v).astype(jnp.float32).sum()
+    loss = lambda q, k, v: causal_attention(layout, Scores.of(64), q, k, v).astype(jnp.float32).sum()
     with jax.set_mesh(mesh):
         return jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, kv, kv)
 
 
-def plain(q, k, v, starts=None, window=0):
+def plain(q, k, v, starts=None, scores=SCORES):
     """Attention with a mask, in the precision of q."""
     k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], 2) for a in (k, v))
-    scores = jnp.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(q.shape[-1])
+    products = jnp.einsum("bsnh,btnh->bnst", q, k) * scores.scale
     at = np.arange(q.shape[1])
     seen = at <= at[:, None]
-    if window:
-        seen &= at > at[:, None] - window
+    if scores.window:
+        seen &= at > at[:, None] - scores.window
     if starts is not None:
         seen = seen & (at >= jnp.asarray(starts)[:, None, :, None])
-    p = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+    p = jax.nn.softmax(jnp.where(seen, products, -jnp.inf))
     return jnp.einsum("bnst,btnh->bsnh", p, v)
 
 
-def random_heads(sequence: int, heads: int = 4, kv_heads: int = 2, rows: int = 2, dtype="float32") -> list[jax.Array]:
-    """q, k, v and a gradient of the output."""
+def random_heads(
+    sequence: int, heads: int = 4, kv_heads: int = 2, rows: int = 2, dtype="float32", value_size: int = 8
+) -> list[jax.Array]:
+    """q, k, v and a gradient of the output; queries and keys are of size 8."""
     keys = jax.random.split(jax.random.key(0), 4)
-    sizes = (heads, kv_heads, kv_heads, heads)
-    return [jax.random.normal(key, (rows, sequence, size, 8), dtype) for key, size in zip(keys, sizes, strict=True)]
+    shapes = [(heads, 8), (kv_heads, 8), (kv_heads, value_size), (heads, value_size)]
+    return [jax.random.normal(key, (rows, sequence, *shape), dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
 def with_gradients(f, q, k, v, g) -> list[jax.Array]:
@@ -58,23 +62,23 @@ def with_gradients(f, q, k, v, g) -> list[jax.Array]:
     return [out, *pull(g)]
 
 
-def by_ring(heads: list[jax.Array], ranks: int, starts=None, window: int = 0) -> list[np.ndarray]:
-    """The same by a ring over so many devices, in the order of the row."""
-    mesh, layout = layout_of(jax.devices()[:ranks])
+def by_ring(heads: list[jax.Array], ranks: int, starts=None, scores=SCORES, form: str = "ring") -> list[np.ndarray]:
+    """The same by a ring over so many devices, or by Ulysses, in the order of the row."""
+    mesh, layout = layout_of(jax.devices()[:ranks], form)
     sequence = heads[0].shape[1]
-    order = zigzag(np.arange(sequence), sequence, ranks)
+    order = zigzag(np.arange(sequence), sequence, ranks) if form == "ring" else np.arange(sequence)
     with jax.set_mesh(mesh):
         placed = [jax.device_put(a[:, order], layout.activation("BSNH")) for a in heads]
         if starts is not None:
             starts = jax.device_put(jnp.asarray(starts)[:, order], layout.activation("BS"))
-        attend = partial(causal_attention, layout, starts=starts, window=window)
+        attend = partial(causal_attention, layout, scores, starts=starts)
         found = jax.jit(partial(with_gradients, attend))(*placed)
     return [np.asarray(a)[:, np.argsort(order)] for a in found]
 
 
-def by_hand(heads: list[jax.Array], starts=None, window: int = 0) -> list[np.ndarray]:
+def by_hand(heads: list[jax.Array], starts=None, scores=SCORES) -> list[np.ndarray]:
     """The same by the plain form."""
-    attend = partial(plain, starts=starts, window=window)
+    attend = partial(plain, starts=starts, scores=scores)
     with jax.numpy_rank_promotion("allow"):
         return [np.asarray(a) for a in jax.jit(partial(with_gradients, attend))(*heads)]
 
@@ -85,30 +89,30 @@ def assert_same(got: list[np.ndarray], wanted: list[np.ndarray], tolerance: floa
         np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, err_msg=name)
 
 
-def scores_of(q, k, causal):
+def scores_of(scale, q, k, causal):
     k = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
-    scores = jnp.einsum("bsnh,btnh->bnst", q, k) * q.shape[-1] ** -0.5
+    scores = jnp.einsum("bsnh,btnh->bnst", q, k) * scale
     return jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool), scores, -jnp.inf) if causal else scores
 
 
-def cudnn_forward(q, k, v, causal):
+def cudnn_forward(scale, q, k, v, causal):
     """What `ring_blocks_cudnn._forward` computes, in f32, and in the dtype of q."""
     dtype = q.dtype
     q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-    scores = scores_of(q, k, causal)
+    scores = scores_of(scale, q, k, causal)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], 2)
     out = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(scores), v)
     return out.astype(dtype), jax.nn.logsumexp(scores, -1)
 
 
-def cudnn_backward(q, k, v, out, sums, g, causal):
+def cudnn_backward(scale, q, k, v, out, sums, g, causal):
     """What `ring_blocks_cudnn._backward` computes: the gradients of a softmax whose log sum exp is `sums`."""
     dtype = q.dtype
     q, k, v, out, g = (a.astype(jnp.float32) for a in (q, k, v, out, g))
     group = q.shape[2] // k.shape[2]
-    p = jnp.exp(scores_of(q, k, causal) - sums[..., None])
+    p = jnp.exp(scores_of(scale, q, k, causal) - sums[..., None])
     dp = jnp.einsum("bsnh,btnh->bnst", g, jnp.repeat(v, group, 2))
-    ds = p * (dp - jnp.einsum("bsnh,bsnh->bns", g, out)[..., None]) * q.shape[-1] ** -0.5
+    ds = p * (dp - jnp.einsum("bsnh,bsnh->bns", g, out)[..., None]) * scale
     add_up = lambda a: a.reshape(*a.shape[:2], -1, group, a.shape[3]).sum(3)
     dq = jnp.einsum("bnst,btnh->bsnh", ds, jnp.repeat(k, group, 2))
     dk = add_up(jnp.einsum("bnst,bsnh->btnh", ds, q))

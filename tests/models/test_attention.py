@@ -16,6 +16,7 @@ from jaxdist import models
 from jaxdist.config import ModelConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.models.attention import attention_kernel, causal_attention, why_not_cudnn
+from jaxdist.models.scores import Scores
 from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.sharding import Layout
 from jaxdist.training.forward.base import ForwardOptions
@@ -63,7 +64,7 @@ def test_grouped_attention_is_attention_with_repeated_heads(mesh, kv_heads):
     layout = Layout.on(devices)
     with jax.set_mesh(devices):
         q, k, v, g = (jax.device_put(a, layout.activation("BSNH")) for a in heads)
-        got, pull = jax.vjp(partial(causal_attention, layout), q, k, v)
+        got, pull = jax.vjp(partial(causal_attention, layout, Scores.of(8)), q, k, v)
         np.testing.assert_allclose(got, wanted, atol=1e-5)
         for a, b in zip(pull(g), wanted_gradients, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5)
@@ -73,7 +74,7 @@ def test_grouped_attention_in_bfloat16():
     heads = random_heads(BF16, 2)
     with jax.set_mesh(mesh_of("1x1x1")), jax.numpy_rank_promotion("allow"):
         wanted, pull = jax.vjp(plain, *(a.astype(F32) for a in heads[:3]))
-        got, pull_ours = jax.jit(partial(jax.vjp, partial(causal_attention, Layout())))(*heads[:3])
+        got, pull_ours = jax.jit(partial(jax.vjp, partial(causal_attention, Layout(), Scores.of(8))))(*heads[:3])
         gradients, wanted_gradients = pull_ours(heads[3]), pull(heads[3].astype(F32))
     for a, b in zip((got, *gradients), (wanted, *wanted_gradients), strict=True):
         assert a.dtype == BF16
@@ -121,7 +122,7 @@ def test_documents_that_are_apart_keep_cudnn_away(monkeypatch):
     reason = "cuDNN attention, as jax.nn"
     assert told.startswith(f"causal attention within documents in 4 blocks of queries, because {reason}")
     heads = [jax.ShapeDtypeStruct((2, 256, n, 64), BF16) for n in (4, 2, 2)]
-    traced = lambda *starts: str(jax.make_jaxpr(partial(causal_attention, layout))(*heads, *starts))
+    traced = lambda *starts: str(jax.make_jaxpr(partial(causal_attention, layout, Scores.of(64)))(*heads, *starts))
     with jax.set_mesh(mesh_of("1x1x1")):
         assert "dot_product_attention" in traced()
         assert "dot_product_attention" not in traced(jax.ShapeDtypeStruct((2, 256), jnp.int32))

@@ -11,6 +11,7 @@ import pytest
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.mesh.context import zigzag
 from jaxdist.models.ring_blocks import QueryBlocks
+from jaxdist.models.scores import Scores
 from jaxdist.parallel.context import Attended, Keys, Queries, Ring, join, ulysses
 from jaxdist.sharding import Layout
 from tests.models import rings
@@ -31,11 +32,11 @@ def on_devices(ranks: int):
     return mesh, replace(Layout.on(mesh), manual=True)
 
 
-def by_ring(ranks: int, heads: list, documents, window: int, unroll: bool) -> list[np.ndarray]:
+def by_ring(ranks: int, heads: list, documents, scores: Scores, unroll: bool) -> list[np.ndarray]:
     """The output and the gradients of q, k and v, in the order of the row."""
     mesh, _ = on_devices(ranks)
     order = zigzag(np.arange(SEQUENCE), SEQUENCE, ranks)
-    ring = Ring(ranks, QueryBlocks(window, rows=2), unroll)
+    ring = Ring(ranks, QueryBlocks(scores, rows=2), unroll)
 
     def local(q, k, v, g, at, *documents):
         queries = Queries(q, at, *documents) if documents else Queries(q, at, None)
@@ -66,8 +67,9 @@ def test_a_ring_attends_as_one_device_does(ranks, apart, window, unroll):
     with jax.enable_x64(True):
         heads = rings.random_heads(SEQUENCE, dtype="float64")
         documents = [starts()] if apart else []
-        wanted = rings.by_hand(heads, *documents, window=window)
-        rings.assert_same(by_ring(ranks, heads, documents, window, unroll), wanted, tolerance=1e-12)
+        scores = Scores.of(8, window)
+        wanted = rings.by_hand(heads, *documents, scores=scores)
+        rings.assert_same(by_ring(ranks, heads, documents, scores, unroll), wanted, tolerance=1e-12)
 
 
 def attended(sums: list[float]) -> Attended:

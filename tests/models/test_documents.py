@@ -17,6 +17,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.layers import rotary
+from jaxdist.models.scores import Scores
 from jaxdist.sharding import ONE_DEVICE, Layout, wide
 from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
@@ -57,7 +58,7 @@ def test_attention_within_documents_is_that_of_a_mask(one_device, kv_heads, dtyp
         keys = jax.random.split(jax.random.key(0), 4)
         heads = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
         pulled = lambda f: jax.jit(lambda q, k, v, g: (lambda y, pull: (y, *pull(g)))(*jax.vjp(f, q, k, v)))
-        got = pulled(partial(causal_attention, one_device, starts=starts))(*heads)
+        got = pulled(partial(causal_attention, one_device, Scores.of(8), starts=starts))(*heads)
         wanted = pulled(partial(plain, starts))(*(a.astype(wide(a.dtype)) for a in heads))
         for a, b in zip(got, wanted, strict=True):
             assert a.dtype == dtype

@@ -14,6 +14,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.parameters import normal
+from jaxdist.models.scores import Scores
 from jaxdist.sharding import Layout
 from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
@@ -99,7 +100,7 @@ def test_blocked_attention_is_attention(one_device, sequence):
         return jnp.einsum("bnst,btnh->bsnh", p, v)
 
     wanted, pull = jax.vjp(whole, q, k, v)
-    got, pull_ours = jax.vjp(partial(causal_attention, one_device), q, k, v)
+    got, pull_ours = jax.vjp(partial(causal_attention, one_device, Scores.of(8)), q, k, v)
     np.testing.assert_allclose(got, wanted, atol=1e-5)
     g = jax.random.normal(jax.random.key(1), got.shape)
     for a, b in zip(pull_ours(g), pull(g), strict=True):

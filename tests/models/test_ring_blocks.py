@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxdist.models.attention import causal_attention
-from jaxdist.models.ring_blocks import QueryBlocks
+from jaxdist.models.ring_blocks import QueryBlocks, block_count
+from jaxdist.models.scores import Scores
 from jaxdist.parallel.context import Attended, Gradients, Keys, Queries, join
 from tests.models import rings
 
@@ -23,7 +24,8 @@ def test_documents_and_a_window_hide_what_a_mask_hides(documents, window):
     starts = None
     if documents:
         starts = np.stack([np.repeat(ends[:-1], np.diff(ends)) for ends in BORDERS]).astype(np.int32)
-    rings.assert_same(rings.by_ring(heads, 4, starts, window), rings.by_hand(heads, starts, window))
+    scores = Scores.of(8, window)
+    rings.assert_same(rings.by_ring(heads, 4, starts, scores), rings.by_hand(heads, starts, scores))
 
 
 def visited(kernel: QueryBlocks, length: int, starts: list) -> tuple[Attended, Gradients]:
@@ -48,7 +50,7 @@ def visited(kernel: QueryBlocks, length: int, starts: list) -> tuple[Attended, G
 @pytest.mark.parametrize("rows", [3, 64])
 def test_queries_that_see_no_key_find_nothing_and_no_nan(rows):
     """All visiting keys are of another document for the first row, and for the last queries of the second."""
-    found, gradients = visited(QueryBlocks(rows=rows), 16, [[0] * 16, [-16] * 8 + [8] * 8])
+    found, gradients = visited(QueryBlocks(Scores.of(8), rows=rows), 16, [[0] * 16, [-16] * 8 + [8] * 8])
     for hidden in (found.sums[0], found.sums[1, 8:]):
         assert np.all(hidden == -np.inf)
     empty = (found.out[0], found.out[1, 8:], gradients.q[0], gradients.q[1, 8:], gradients.k[0], gradients.v[0])
@@ -61,10 +63,10 @@ def test_queries_that_see_no_key_find_nothing_and_no_nan(rows):
 
 def test_a_part_of_twice_a_prime_is_cut_into_few_blocks_that_change_no_number():
     """The last block is filled up."""
-    kernel = QueryBlocks(rows=7)
-    assert kernel.count(26) == 4
+    kernel = QueryBlocks(Scores.of(8), rows=7)
+    assert block_count(26, kernel.rows) == 4
     starts = [[-3] * 26, [-26] * 10 + [10] * 16]
-    got, wanted = (jax.tree.leaves(visited(one, 26, starts)) for one in (kernel, QueryBlocks(rows=26)))
+    got, wanted = (jax.tree.leaves(visited(one, 26, starts)) for one in (kernel, QueryBlocks(Scores.of(8), rows=26)))
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -84,7 +86,7 @@ def temporary(part: int) -> int:
     starts = jax.ShapeDtypeStruct((1, 2 * part), jnp.int32, sharding=place("BS"))
 
     def both(q, k, v, g, starts):
-        layer = lambda q, _: (causal_attention(layout, q, k, v, starts), None)
+        layer = lambda q, _: (causal_attention(layout, Scores.of(8), q, k, v, starts), None)
         return rings.with_gradients(lambda q, k, v: jax.lax.scan(layer, q, length=2)[0], q, k, v, g)
 
     with jax.set_mesh(mesh):

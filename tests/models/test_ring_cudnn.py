@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxdist.models import attention, numerics, ring_blocks_cudnn
+from jaxdist.models.scores import Scores
 from jaxdist.planning import target
 from jaxdist.planning.cross_compile import compile_apart
 from tests.models import rings
@@ -37,10 +38,10 @@ SUMS = array(2, 8, 96, dtype=F32)
 def test_what_the_forward_call_gives_and_takes(monkeypatch, causal):
     """With any version of JAX: these are private functions of it. jax.nn would round the log sum exp to bfloat16."""
     monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
-    traced = jax.make_jaxpr(partial(ring_blocks_cudnn._forward, causal=causal))(Q, KV, KV)
+    traced = jax.make_jaxpr(partial(ring_blocks_cudnn._forward, 0.25, causal=causal))(Q, KV, KV)
     assert [(a.shape, a.dtype) for a in traced.out_avals] == [(Q.shape, BF16), (SUMS.shape, F32)]
     params = call(traced, "dot_product_attention_fwd_wrapper").params
-    assert params["scale"] == 64**-0.5
+    assert params["scale"] == 0.25
     assert params["mask_type"].name == ("CAUSAL" if causal else "NO_MASK")
     assert params["is_training"]
 
@@ -50,13 +51,13 @@ def test_what_the_forward_call_gives_and_takes(monkeypatch, causal):
 def test_what_the_backward_call_gives_and_takes(monkeypatch, causal):
     """The log sum exp, the output and its gradient are those that it is given: those of the whole ring."""
     monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
-    traced = jax.make_jaxpr(partial(ring_blocks_cudnn._backward, causal=causal))(Q, KV, KV, Q, SUMS, Q)
+    traced = jax.make_jaxpr(partial(ring_blocks_cudnn._backward, 0.25, causal=causal))(Q, KV, KV, Q, SUMS, Q)
     assert [(a.shape, a.dtype) for a in traced.out_avals] == [(a.shape, BF16) for a in (Q, KV, KV)]
     made = call(traced, "dot_product_attention_bwd_wrapper")
     q, k, v, out, sums, g = traced.jaxpr.invars
     assert [made.invars[i] for i in (0, 1, 2, 10, 11, 12)] == [q, k, v, sums, out, g]
     assert {a.aval.shape for a in made.invars[3:10]} == {(0,)}
-    assert made.params["scale"] == 64**-0.5
+    assert made.params["scale"] == 0.25
     assert made.params["mask_type"].name == ("CAUSAL" if causal else "NO_MASK")
     assert made.params["dropout_rate"] == 0
     assert made.params["sliding_window_length"] is None
@@ -68,7 +69,7 @@ def test_its_backward_call_is_that_of_jax(monkeypatch):
     monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
     attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     theirs = jax.make_jaxpr(lambda q, k, v, g: jax.vjp(attend, q, k, v)[1](g))(Q, KV, KV, Q)
-    ours = jax.make_jaxpr(partial(ring_blocks_cudnn._backward, causal=True))(Q, KV, KV, Q, SUMS, Q)
+    ours = jax.make_jaxpr(partial(ring_blocks_cudnn._backward, 64**-0.5, causal=True))(Q, KV, KV, Q, SUMS, Q)
     wanted, got = (call(one, "dot_product_attention_bwd_wrapper") for one in (theirs, ours))
     assert got.params | {"seed": None} == wanted.params | {"seed": None}
     assert [a.aval.str_short() for a in got.invars] == [a.aval.str_short() for a in wanted.invars]
@@ -158,7 +159,7 @@ def traced(form: str, apart: bool = False, window: int = 0) -> str:
     place = lambda letters: jax.NamedSharding(mesh, layout.activation(letters))
     heads = [jax.ShapeDtypeStruct((2, 64, heads, 64), BF16, sharding=place("BSNH")) for heads in (4, 2, 2)]
     starts = jax.ShapeDtypeStruct((2, 64), jnp.int32, sharding=place("BS")) if apart else None
-    attend = partial(attention.causal_attention, layout, window=window)
+    attend = partial(attention.causal_attention, layout, Scores.of(64, window))
     with jax.set_mesh(mesh):
         return str(jax.make_jaxpr(attend)(*heads, starts))
 
@@ -178,7 +179,7 @@ def test_the_elements_of_a_device_are_those_of_its_part_of_the_sequence(monkeypa
 def test_the_check_before_the_first_step_traces(monkeypatch):
     """It batches cuDNN's calls over the ranks of a ring."""
     monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
-    with_gradients = partial(rings.with_gradients, numerics._ring_of_cudnn)
+    with_gradients = partial(rings.with_gradients, partial(numerics._ring_of_cudnn, 64**-0.5))
     program = jax.make_jaxpr(with_gradients)(*(array(1, 64, heads, 64) for heads in (4, 2, 2, 4)))
     assert [a.shape for a in program.out_avals] == [(1, 64, heads, 64) for heads in (4, 4, 2, 2)]
     calls = Counter(one.primitive.name for one in operations(program.jaxpr))

@@ -11,6 +11,7 @@ import pytest
 from jaxdist import models
 from jaxdist.config import ModelConfig
 from jaxdist.models.attention import attention_kernel, block_keys, causal_attention
+from jaxdist.models.scores import Scores
 from jaxdist.planning.activations import in_layer
 from jaxdist.sharding import Layout, wide
 from jaxdist.training.forward.decoder import DecoderForward
@@ -52,7 +53,7 @@ def heads(kv_heads: int, dtype: str) -> list[jax.Array]:
 def assert_equal_attention(one_device, window, kv_heads, dtype, starts=None):
     with jax.enable_x64(dtype == "float64"):
         arrays = heads(kv_heads, dtype)
-        got = with_gradients(partial(causal_attention, one_device, starts=starts, window=window))(*arrays)
+        got = with_gradients(partial(causal_attention, one_device, Scores.of(8, window), starts=starts))(*arrays)
         exact = [a.astype(wide(a.dtype)) for a in arrays]
         wanted = with_gradients(partial(plain, window, starts))(*exact)
         for a, b in zip(got, wanted, strict=True):
@@ -88,7 +89,7 @@ def test_a_window_and_documents_hide_together(one_device):
 @pytest.mark.parametrize("window", [S, S + 1])
 def test_a_window_as_long_as_the_row_changes_nothing(one_device, window):
     traced = lambda window: str(
-        jax.make_jaxpr(partial(causal_attention, one_device, window=window))(*heads(2, "float32")[:3])
+        jax.make_jaxpr(partial(causal_attention, one_device, Scores.of(8, window)))(*heads(2, "float32")[:3])
     )
     assert traced(window) == traced(0)
     assert traced(S - 1) != traced(0)
@@ -107,7 +108,8 @@ def test_a_window_makes_the_scores_smaller_as_the_planner_predicts(one_device):
     sizes = ModelConfig(layers=1, embed=32, heads=4, sequence=2048)
     held, predicted = [], []
     for window in (0, 128):
-        loss = lambda q, k, v, window=window: jnp.sum(causal_attention(one_device, q, k, v, window=window))
+        scores = Scores.of(8, window)
+        loss = lambda q, k, v, scores=scores: jnp.sum(causal_attention(one_device, scores, q, k, v))
         arrays = [jax.ShapeDtypeStruct((1, 2048, 4, 8), jnp.float32)] * 3
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays).compile()
         held.append(compiled.memory_analysis().temp_size_in_bytes)
@@ -129,7 +131,7 @@ def test_cudnn_is_given_the_window(monkeypatch, one_device):
     """Traced only, as if there were a GPU: cuDNN's length of a window counts the query's own token, as ours does."""
     monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
     arrays = [jax.ShapeDtypeStruct((2, S, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
-    traced = lambda window: str(jax.make_jaxpr(partial(causal_attention, GPU, window=window))(*arrays))
+    traced = lambda window: str(jax.make_jaxpr(partial(causal_attention, GPU, Scores.of(64, window)))(*arrays))
     assert "sliding_window_length=100" in traced(100)
     assert "sliding_window_length=None" in traced(0)
     assert "sliding_window_length=None" in traced(S)

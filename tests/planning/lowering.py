@@ -10,6 +10,7 @@ import numpy as np
 from jaxdist.config import RequestError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
+from jaxdist.models.scores import Scores
 from jaxdist.sharding import Layout
 
 
@@ -31,7 +32,7 @@ def attention(devices, window=0):
     layout = Layout.on(mesh)
     place = jax.NamedSharding(mesh, layout.activation("BSNH"))
     q, kv = (jax.ShapeDtypeStruct((8, 256, heads, 64), jnp.bfloat16, sharding=place) for heads in (8, 4))
-    loss = lambda q, k, v: causal_attention(layout, q, k, v, window=window).astype(jnp.float32).sum()
+    loss = lambda q, k, v: causal_attention(layout, Scores.of(64, window), q, k, v).astype(jnp.float32).sum()
     with jax.set_mesh(mesh):
         return jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, kv, kv)
 

@@ -11,6 +11,7 @@ import pytest
 from jaxdist import train
 from jaxdist.config import RequestError
 from jaxdist.models import attention, numerics, ring_blocks_cudnn
+from jaxdist.models.scores import Scores
 from jaxdist.request import load, outcome
 from jaxdist.training import startup_checks
 from jaxdist.training.run import Run
@@ -21,7 +22,8 @@ SMALL = ("--mesh=2x1x1", "--train.steps=1", "--optimizer.warmup=0", "--model.lay
 
 def right(q, k, v):
     with jax.numpy_rank_promotion("allow"):
-        return numerics._plain_attention(*(a.astype(jnp.float32) for a in (q, k, v))).astype(q.dtype)
+        exact = [a.astype(jnp.float32) for a in (q, k, v)]
+        return numerics._plain_attention(Scores.of(q.shape[3]), *exact).astype(q.dtype)
 
 
 def everyone(q, k, v):
@@ -54,7 +56,7 @@ def cudnn(monkeypatch):
     def put(kernel):
         for module in attention, startup_checks:
             monkeypatch.setattr(module, "why_not_cudnn", lambda *_, **__: "")
-        monkeypatch.setattr(attention, "_cudnn_attention", lambda layout, q, k, v, window: kernel(q, k, v))
+        monkeypatch.setattr(attention, "_cudnn_attention", lambda layout, scores, q, k, v: kernel(q, k, v))
 
     return put
 
@@ -102,15 +104,15 @@ def test_a_kernel_without_the_window_is_refused(cudnn):
         startup_checks.check_attention(grouped(**{"model.window": "4096", "model.sequence": "8192"}))
 
 
-def lost_log_sum_exp(q, k, v, causal):
+def lost_log_sum_exp(scale, q, k, v, causal):
     """Each block is right by itself, and cannot be joined to another."""
-    out, sums = rings.cudnn_forward(q, k, v, causal)
+    out, sums = rings.cudnn_forward(scale, q, k, v, causal)
     return out, jnp.zeros_like(sums)
 
 
-def of_the_block_alone(q, k, v, out, sums, g, causal):
+def of_the_block_alone(scale, q, k, v, out, sums, g, causal):
     """The gradient of a block of which no other keys are known."""
-    return rings.cudnn_backward(q, k, v, *rings.cudnn_forward(q, k, v, causal), g, causal)
+    return rings.cudnn_backward(scale, q, k, v, *rings.cudnn_forward(scale, q, k, v, causal), g, causal)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from jaxdist.models import Params, build_decoder
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.decoding import Cache, attend_to_slots
 from jaxdist.models.inputs import BlockInputs
+from jaxdist.models.scores import Scores
 from jaxdist.parallel import placing, region, zero
 from jaxdist.parallel.context import Starts, join_over
 from jaxdist.parallel.pipeline.relay import Layer, Place, relay
@@ -131,8 +132,8 @@ class CachedForward:
         inputs = BlockInputs(starts=starts)
 
         def layer(w: Params, x: jax.Array, cache: Cache, place: Place) -> tuple[jax.Array, Cache]:
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
-                found = causal_attention(self.inner, q, k, v, starts, self.config.window)
+            def attend(scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
+                found = causal_attention(self.inner, scores, q, k, v, starts)
                 return found, Cache(*(_taken(a, source) for a in (k, v)))
 
             x, made = self.model.block_with(self._in_use(self.layer_places, w), x, inputs, attend)
@@ -159,10 +160,10 @@ class CachedForward:
                 at = to.at[place.chunk, place.layer, rows, own]
                 return at.set(new[:, 0], mode="drop", wrap_negative_indices=False)
 
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
+            def attend(scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
                 written = Cache(write(cache.k, k), write(cache.v, v))
                 own_k, own_v = (a[place.chunk, place.layer] for a in written)
-                found = attend_to_slots(q, own_k, own_v, slots, positions, self.config.window)
+                found = attend_to_slots(scores, q, own_k, own_v, slots, positions)
                 return join_over(self.inner.split(SLOTS), found).out.astype(q.dtype), written
 
             return self.model.block_with(self._in_use(self.layer_places, w), x, inputs, attend)

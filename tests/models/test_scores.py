@@ -1,0 +1,49 @@
+"""Another scale of the scores, and values of another size than queries and keys: each form against the plain one."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist.models.attention import causal_attention
+from jaxdist.models.decoding import attend_to_slots
+from jaxdist.models.scores import Scores
+from tests.models import rings
+
+pytestmark = pytest.mark.smoke
+
+SCORES = Scores(0.6, window=20)
+VALUE_SIZE = 12
+
+
+def heads(sequence: int) -> list[jax.Array]:
+    return rings.random_heads(sequence, value_size=VALUE_SIZE)
+
+
+def test_in_blocks(one_device):
+    given = heads(256)
+    attend = partial(rings.with_gradients, partial(causal_attention, one_device, SCORES))
+    rings.assert_same(jax.jit(attend)(*given), rings.by_hand(given, scores=SCORES))
+
+
+@pytest.mark.parametrize("form", ["ring", "ulysses"])
+def test_over_context(form):
+    given = heads(32)
+    rings.assert_same(rings.by_ring(given, 2, None, SCORES, form), rings.by_hand(given, scores=SCORES))
+
+
+def test_with_a_cache():
+    """The query of position 29, to slots in any order."""
+    q, k, v, _ = heads(32)
+    slots = np.random.default_rng(0).permutation(32)
+    found = attend_to_slots(SCORES, q[:, 29:30], k[:, slots], v[:, slots], jnp.asarray(slots), jnp.full(2, 29))
+    with jax.numpy_rank_promotion("allow"):
+        wanted = rings.plain(q, k, v, scores=SCORES)[:, 29:30]
+    np.testing.assert_allclose(found.out, wanted, atol=1e-5)
+
+
+def test_a_window_that_hides_nothing_is_none():
+    assert SCORES.within(20) == SCORES.within(4) == Scores(0.6)
+    assert SCORES.within(21) == SCORES
