@@ -38,7 +38,7 @@ PURE = ["jaxdist", "jax", "flax", "numpy"]
 
 FORBIDDEN = {
     "config": ["jaxdist.!config,process", "jax", "flax"],
-    **dict.fromkeys(("config.rope_scaling", "config.lora_targets", "parallel.partial_trees"), PURE),
+    **dict.fromkeys(("config.rope_scaling", "parallel.partial_trees"), PURE),
     "process": ["jaxdist.!config", "jax", "flax", "numpy"],
     **dict.fromkeys(("process.exit_codes", "process.stop_signals"), PURE),
     "files": ["jaxdist.!config,files", "jax", "flax", "numpy"],

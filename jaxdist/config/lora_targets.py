@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from jaxdist.config.values import Suggested
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 TARGETS = (*ATTENTION, *MLP)
@@ -27,3 +34,14 @@ def parse(text: str) -> tuple[str, ...]:
             why = f" ({NEVER[word]})" if word in NEVER else ""
             raise ValueError(f"'{word}' gets no adapter{why}; choose among {', '.join(TARGETS)}")
     return tuple(target for target in TARGETS if target in words)
+
+
+def _listed(text: str) -> str:
+    try:
+        parse(text)
+    except ValueError as problem:
+        raise PydanticCustomError("lora_targets", str(problem)) from None
+    return text
+
+
+LoraTargets = Annotated[str, AfterValidator(_listed), Suggested(TARGETS)]

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from jaxdist.config import rope_scaling
+from jaxdist.config.lora_targets import LoraTargets
 from jaxdist.config.rope_scaling import RopeScaling
 from jaxdist.config.values import (
     Channels,
@@ -15,7 +16,6 @@ from jaxdist.config.values import (
     CountOrZero,
     FractionFloat32,
     Layers,
-    LoraTargets,
     NonNegativeFloat32,
     Pixels,
     PositiveFloat32,
@@ -158,6 +158,11 @@ class ModelConfig(Section):
     def frozen(self) -> bool:
         """Whether the model's own weights stay as they are: only what stands beside them is trained."""
         return self.lora_rank > 0
+
+    @property
+    def frozen_by(self) -> str:
+        """The knob that freezes the model's own weights, with its value."""
+        return f"model.lora_rank {self.lora_rank}"
 
     @property
     def dtype_at_rest(self) -> str:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxdist.config import lora
-from jaxdist.config.matmuls import matmuls_of
+from jaxdist.config.matmuls import Matmul, matmuls_of
 from jaxdist.config.model import ModelConfig
+
+KNOBS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_base")
+"""Knobs of `model` that say what is trained beside frozen weights."""
 
 
 def trained(config: ModelConfig) -> Callable[[str], bool] | None:
@@ -23,3 +26,14 @@ def trained_beside(config: ModelConfig) -> int:
             if matmul.adaptable and part.name in adapted:
                 ends += matmul.size(matmul.inputs) + matmul.size(part.outputs)
     return config.lora_rank * ends
+
+
+def learns(config: ModelConfig, matmul: Matmul) -> bool:
+    """Return whether a matmul has parameters that are trained: its weight, or what stands beside a part of it."""
+    adapted = lora.adapted(config)
+    return not config.frozen or any(part.name in adapted for part in matmul.parts)
+
+
+def merged(config: ModelConfig) -> ModelConfig:
+    """Return the model whose own weights have taken up what was trained beside them."""
+    return config.model_copy(update={knob: ModelConfig.model_fields[knob].default for knob in KNOBS})

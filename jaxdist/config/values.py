@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from jaxdist.config import lora_targets, rope_scaling
+from jaxdist.config import rope_scaling
 
 LONGEST_PATH = 4000
 """Bytes of the longest path. Linux accepts 4,095, and the files of a run have names of their own below its folder."""
@@ -127,14 +127,6 @@ def _not_one_bit(value: object) -> object:
     return value
 
 
-def _lora_targets(text: str) -> str:
-    try:
-        lora_targets.parse(text)
-    except ValueError as problem:
-        raise PydanticCustomError("lora_targets", str(problem)) from None
-    return text
-
-
 def stop_texts(text: str) -> tuple[str, ...]:
     r"""Return the texts of `--stop`: the text itself, or several as a JSON list, such as `["\n", "User:"]`.
 
@@ -222,7 +214,6 @@ FractionFloat32 = Annotated[float, Field(ge=0, lt=1), AfterValidator(_float32_be
 Resume = Annotated[str, AfterValidator(_auto_never_or_step), Suggested(["auto", "never"])]
 Checkpoint = Annotated[str, AfterValidator(_latest_best_or_step), Suggested(["latest", "best"])]
 RopeScalingText = Annotated[str, AfterValidator(_rope_scaling), Suggested(["none", "linear", "llama3", "yarn"])]
-LoraTargets = Annotated[str, AfterValidator(_lora_targets), Suggested(lora_targets.TARGETS)]
 NotOneBit = BeforeValidator(_not_one_bit)
 WeightDtype = Literal["", "float32", "bfloat16", "float16"]
 """The dtype of weights in a file; empty: the one that they come from."""

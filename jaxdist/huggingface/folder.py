@@ -52,20 +52,15 @@ def open_config(path: Path) -> Folder:
         raise RequestError(f"'{path}' is not a folder; name a folder with {CONFIG} and *.safetensors")
     if not os.path.lexists(path / CONFIG):
         raise RequestError(f"'{path}' has no {CONFIG}, so it is not a folder of Hugging Face; name one that has it")
-    refuse_adapter(path)
+    problem = other_form(path)
+    if problem:
+        raise RequestError(problem)
     config = read_file(path / CONFIG)
     return Folder(path, config)
 
 
-def refuse_adapter(path: Path) -> None:
-    """Raise `RequestError` for a folder with adapters of PEFT, which are nothing without their base."""
-    problem = adapter_problem(path)
-    if problem:
-        raise RequestError(problem)
-
-
-def adapter_problem(path: Path) -> str:
-    """Return why a folder with adapters of PEFT cannot be used; empty for any other folder."""
+def other_form(path: Path) -> str:
+    """Return why the weights in a folder cannot be read as they are; empty for any other folder."""
     if not os.path.lexists(path / ADAPTER_CONFIG):
         return ""
     return (

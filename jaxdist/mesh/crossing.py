@@ -308,7 +308,7 @@ class Rounds(CrossingTraits):
             )
         if model.frozen:
             yield (
-                f"{given}, which hands replicas all parameters, and model.lora_rank {model.lora_rank} freezes most of "
+                f"{given}, which hands replicas all parameters, and {model.frozen_by} freezes most of "
                 f"them; set train.local_steps to 0, or model.lora_rank to 0"
             )
 

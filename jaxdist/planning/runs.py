@@ -24,7 +24,7 @@ from jaxdist.mesh import CONTEXT, PIPELINE
 from jaxdist.mesh.context import ulysses_elements
 from jaxdist.mesh.split import Split
 from jaxdist.models.loss import chunk_length
-from jaxdist.planning.adapters import WHOLE_BLOCK
+from jaxdist.planning.frozen import WHOLE_BLOCK
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import Count
 from jaxdist.planning.sharded_model import ShardedModel

@@ -12,7 +12,7 @@ from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.placing import ZeroOptions, placements
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.planning import adapters
+from jaxdist.planning import frozen
 from jaxdist.planning.parameter_layout import Placed, lay_out
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.sharding import Layout
@@ -56,7 +56,7 @@ class ShardedModel:
         places = placements(layout, axes, abstract, ZeroOptions.of(self.split))
         if isinstance(model, Foreign):
             return lay_out(layout, axes, abstract, places)
-        forward_only = model.forward_only | adapters.forward_only(self.config)
+        forward_only = model.forward_only | frozen.forward_only(self.config)
         return lay_out(layout, axes, abstract, places, forward_only, model.exact)
 
     @cached_property

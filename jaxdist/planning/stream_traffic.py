@@ -15,7 +15,7 @@ from jaxdist.mesh import PIPELINE
 from jaxdist.mesh.split import compute_width
 from jaxdist.models.experts import METERS
 from jaxdist.planning import context_traffic, expert_traffic
-from jaxdist.planning.adapters import learns_columns, learns_tables
+from jaxdist.planning.frozen import learns_columns, learns_tables
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
     ALL_REDUCE,

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxdist.config import ClusterConfig, Config, RequestError, listed
 from jaxdist.config.values import path_error
-from jaxdist.huggingface.folder import adapter_problem
+from jaxdist.huggingface.folder import other_form
 from jaxdist.mesh import AUTO
 from jaxdist.output.streams import protect
 from jaxdist.process import stop_signals
@@ -186,7 +186,7 @@ def _config_of_run(command: str, folder: str | None) -> tuple[str | None, str]:
     config = Path(folder) / "config.toml"
     if not os.path.isfile(config):
         other = f"'{folder}' is not the folder of a run: it has no config.toml"
-        return None, adapter_problem(Path(folder)) or other
+        return None, other_form(Path(folder)) or other
     return str(config), ""
 
 

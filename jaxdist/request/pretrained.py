@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import Config, ModelConfig, RequestError
+from jaxdist.config import Config, ModelConfig, RequestError, trained
 from jaxdist.huggingface.folder import KEPT, open_config
 from jaxdist.huggingface.model_config import differing, longest_sequence, maximum_of, model_values
 from jaxdist.huggingface.schema import TOKENIZER
@@ -22,10 +22,7 @@ USUAL_SEQUENCE = 1024
 BALANCE = ("balance_rate", "balance_loss", "z_loss", "capacity_factor")
 """Knobs of how a run trains a model with experts; a folder gives some of them, and a request may change them."""
 
-LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_base")
-"""Knobs of adapters beside the weights of the folder."""
-
-OWN = ("sequence", "documents", "dropout", "remat", "classes", "image", "channels", *LORA, *BALANCE)
+OWN = ("sequence", "documents", "dropout", "remat", "classes", "image", "channels", *trained.KNOBS, *BALANCE)
 """Knobs of `model` that are up to a run; a folder determines the others."""
 
 MODEL_KNOBS = frozenset(f"model.{name}" for name in ModelConfig.model_fields)

@@ -16,7 +16,7 @@ from jaxdist import __version__
 from jaxdist.config import Config, RequestError, leaves, listed, nearest
 from jaxdist.config.values import path_error
 from jaxdist.files import read_toml
-from jaxdist.huggingface.folder import adapter_problem
+from jaxdist.huggingface.folder import other_form
 from jaxdist.request import checks, pretrained, unused
 from jaxdist.request.knobs import KNOBS, SECTIONS, canonical, from_text, nest, option, sentence, shown, suggest, within
 from jaxdist.weights.named import model_folder
@@ -176,8 +176,8 @@ def _read_config(config: str | None) -> tuple[str, Given]:
         problem = f"config {shown(config)} {path_error(path)}"
     elif model_folder(path):
         return pretrained.name_of(path), Given({"init_from": path}, folder=path)
-    elif adapter_problem(path):
-        problem = adapter_problem(path)
+    elif other_form(path):
+        problem = other_form(path)
     elif os.path.isdir(path):
         problem = f"config '{config}' is a folder; name a TOML file in it, such as {path / 'config.toml'}"
     elif not os.path.exists(path):

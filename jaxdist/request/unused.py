@@ -116,9 +116,9 @@ def longer_rows(config: Config, known: Known) -> str:
 
 
 @needs("model.lora_rank")
-def adapters(config: Config, known: Known) -> str:
-    """Need adapters."""
-    return "" if config.model.lora_rank else "model.lora_rank 0"
+def frozen(config: Config, known: Known) -> str:
+    """Need frozen weights."""
+    return "" if config.model.frozen else config.model.frozen_by
 
 
 def _axis(axis: str) -> Condition:
@@ -350,10 +350,10 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "model.tied": (text,),
     "model.dropout": (dropout,),
     "model.lora_rank": (text,),
-    "model.lora_alpha": (text, adapters),
-    "model.lora_dropout": (text, adapters),
-    "model.lora_targets": (text, adapters),
-    "model.lora_base": (text, adapters),
+    "model.lora_alpha": (text, frozen),
+    "model.lora_dropout": (text, frozen),
+    "model.lora_targets": (text, frozen),
+    "model.lora_base": (text, frozen),
     "model.remat": (text,),
     "model.classes": (images,),
     "model.image": (images,),

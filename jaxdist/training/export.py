@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from jaxdist import __version__
-from jaxdist.config import Config, ModelConfig
+from jaxdist.config import Config
+from jaxdist.config.trained import merged
 from jaxdist.files import write_whole
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
 from jaxdist.huggingface.peft_adapter import write_adapter
@@ -23,7 +24,6 @@ from jaxdist.huggingface.small_files import kept_dtype, read_kept, small_files
 from jaxdist.huggingface.writing import write_weights
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.request import to_toml
-from jaxdist.request.pretrained import LORA
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.stored_arrays import whole
 from jaxdist.training.export_marks import FORMAT
@@ -56,7 +56,7 @@ def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
             "format": FORMAT,
             "version": __version__,
             "step": str(found.step),
-            "config": to_toml(_without_adapters(config)),
+            "config": to_toml(config.model_copy(update={"model": merged(config.model)})),
         }
         with weights(config, checkpoints, found) as params:
             parts = dict(_by_layer(params, stacked=not config.model.images))
@@ -109,12 +109,6 @@ def weights(config: Config, checkpoints: Checkpoints, found: Found) -> Iterator[
     base = base_for(config, found.store.step_dir.facts(found.step))
     with base.merged(config.model, checkpoints.arrays(found, "params")) as arrays:
         yield arrays
-
-
-def _without_adapters(config: Config) -> Config:
-    """Return the configuration of a run whose adapters are merged into its weights."""
-    defaults = {knob: ModelConfig.model_fields[knob].default for knob in LORA}
-    return config.model_copy(update={"model": config.model.model_copy(update=defaults)})
 
 
 def _compute_dtype(config: Config) -> str:

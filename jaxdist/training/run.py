@@ -257,17 +257,17 @@ class Run:
         return jax.jit(self.step.start)(self.step.folded(params), variables)
 
     def begin_beside(self, frozen: Params) -> TrainState:
-        """Return the state before the first step with new adapters beside `frozen` ones of a checkpoint.
+        """Return the state before the first step with new parameters beside `frozen` ones of a checkpoint.
 
         Call under `jax.set_mesh`.
         """
         frozen = self.step.folded(frozen)
-        state = jax.jit(self.step.start)(self.engine.draw(self.adapters_of), {})
+        state = jax.jit(self.step.start)(self.engine.draw(self.draw_trained), {})
         # A program that took the base as well would return a copy of it.
         return state._replace(frozen=frozen)
 
-    def adapters_of(self, key: Key[Array, ""]) -> Params:
-        """Draw new adapters; call inside jit, where the compiler leaves out what else an init makes."""
+    def draw_trained(self, key: Key[Array, ""]) -> Params:
+        """Draw the parameters that are trained; call in jit, where the compiler leaves out what else an init makes."""
         params, _ = self.forward.init(key)
         return trained(self.forward.places, params)
 

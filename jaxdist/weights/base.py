@@ -142,7 +142,7 @@ def recorded_base(config: Config, facts: Mapping[str, Any]) -> Base:
     if not BASE_FACT.holds(fact):
         raise RequestError(
             f"step {facts['step']} of {config.folder} does not say beside which weights its adapters were trained, as "
-            f"model.lora_rank {config.model.lora_rank} needs; choose another step, or name another run folder"
+            f"{config.model.frozen_by} needs; choose another step, or name another run folder"
         )
     return Base(Path(fact["path"]), fact["digest"])
 

@@ -10,9 +10,16 @@ from jaxdist.config import Config, RequestError
 from jaxdist.huggingface.folder import open_folder
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, read_tokenizer
 from jaxdist.huggingface.schema import TOKENIZER
+from jaxdist.request.checks.adapters import check_has_base
 from jaxdist.request.checks.experts import check_upcycling, is_upcycled
 from jaxdist.training.run_dir import RunFolder, with_tokenizer
 from jaxdist.weights.named import no_weights
+
+
+def from_nothing(config: Config) -> Config:
+    """Return `config`, whose weights are drawn. Raises `RequestError` where something must stand beside given ones."""
+    check_has_base(config.model)
+    return config
 
 
 def from_folder(folder: Path, config: Config) -> Config:
@@ -44,7 +51,7 @@ def from_run(path: Path, config: Config) -> Config:
         if config.model.frozen:
             raise RequestError(
                 f"init_from {path} is a dense run, of which model.family {config.model.family} would make new "
-                f"experts, and model.lora_rank {config.model.lora_rank} freezes them; set model.lora_rank to 0"
+                f"experts, and {config.model.frozen_by} freezes them; set model.lora_rank to 0"
             )
         check_upcycling(config.model, theirs, source.path)
     data = config.data

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxdist.config import RequestError
 from jaxdist.files import read_toml
-from jaxdist.huggingface.folder import KEPT, adapter_problem, is_folder
+from jaxdist.huggingface.folder import KEPT, is_folder, other_form
 
 
 def model_folder(init_from: Path | None, run: Path | None = None) -> Path | None:
@@ -52,7 +52,7 @@ def check_described(init_from: Path | None) -> None:
 def no_weights(init_from: Path) -> RequestError:
     """Return the error for an `init_from` that is nothing with which a run could begin."""
     return RequestError(
-        adapter_problem(init_from)
+        other_form(init_from)
         or f"init_from {init_from} is neither the folder of a run nor a checkpoint in one, nor a folder of Hugging "
         f"Face with a config.json; name one, such as runs/gpt_tiny, or runs/gpt_tiny/checkpoints/best"
     )

@@ -69,12 +69,7 @@ class New(Source):
 
     def inherit(self, config: Config) -> Config:
         """Return `config`; refuse adapters, which have nothing to stand beside."""
-        if config.model.frozen:
-            raise RequestError(
-                f"model.lora_rank is {config.model.lora_rank}, but there are no weights for adapters to stand beside; "
-                f"name a run or a folder of Hugging Face by --init-from, or set model.lora_rank to 0"
-            )
-        return config
+        return inheriting.from_nothing(config)
 
     def begin(self, run: Run, say: Callable[[str], None]) -> TrainState:
         """Return the state with new weights."""

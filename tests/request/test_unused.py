@@ -23,7 +23,7 @@ BY_REQUEST = {
     "experts": ({"model.family": "moe"}, {"model.family": "llama"}),
     "width_of_mlp": ({"model.family": "moe"}, {"model.family": "moe", "model.expert_mlp": "32"}),
     "longer_rows": ({}, {"model.sequence": "16"}),
-    "adapters": ({"model.lora_rank": "4"}, {}),
+    "frozen": ({"model.lora_rank": "4"}, {}),
     "model_axis": ({"mesh": "1x2x1"}, {"mesh": "2x1x1"}),
     "splits_heads": ({"mesh": "1x2x1"}, {"mesh": "2x1x1"}),
     "splits_mlp": ({"mesh": "1x2x1"}, {"mesh": "2x1x1"}),

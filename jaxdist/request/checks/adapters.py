@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxdist.config import Config, lora
+from jaxdist.config import Config, ModelConfig, RequestError, lora
 from jaxdist.config.lora_targets import parse
 from jaxdist.config.matmuls import matmuls_of
 from jaxdist.mesh.split import Split
@@ -42,12 +42,20 @@ def _rank(config: Config) -> Iterator[str]:
         )
 
 
+def check_has_base(model: ModelConfig) -> None:
+    """Raise `RequestError` for a run with adapters that begins with no weights."""
+    if model.frozen:
+        raise RequestError(
+            f"model.lora_rank is {model.lora_rank}, but there are no weights for adapters to stand beside; "
+            f"name a run or a folder of Hugging Face by --init-from, or set model.lora_rank to 0"
+        )
+
+
 @fit("model.lora_rank", "pipeline.schedule")
 def _adapters_in_pipedream(split: Split) -> Iterator[str]:
-    config = split.config
-    rank = config.model.lora_rank
-    if config.model.frozen and not split.flush:
+    model = split.config.model
+    if model.frozen and not split.flush:
         yield (
-            f"pipeline.schedule is pipedream, which keeps old versions of all weights, and model.lora_rank {rank} "
+            f"pipeline.schedule is pipedream, which keeps old versions of all weights, and {model.frozen_by} "
             f"freezes most of them; "
         ) + remedy("pipeline.schedule to 1f1b", "model.lora_rank to 0")

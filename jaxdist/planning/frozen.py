@@ -1,9 +1,10 @@
-"""Say which gradients a step needs not make where only adapters are trained (LoRA), for predictions."""
+"""Say which gradients a step needs not make because weights are frozen, for predictions."""
 
 from __future__ import annotations
 
-from jaxdist.config import Config, lora
+from jaxdist.config import Config
 from jaxdist.config.matmuls import columns_of
+from jaxdist.config.trained import learns
 
 WHOLE_BLOCK = ("block", "stage", "offload")
 """The values of `model.remat` that multiply all weights of a layer again in its backward pass."""
@@ -16,8 +17,7 @@ def learns_tables(config: Config) -> bool:
 
 def learns_columns(config: Config, logical: str) -> bool:
     """Return whether the residual stream enters trained weights along `logical`, whose gradients need it again."""
-    names = {part.name for matmul in columns_of(config.model)[logical] for part in matmul.parts}
-    return not config.model.frozen or bool(names & set(lora.adapted(config.model)))
+    return any(learns(config.model, matmul) for matmul in columns_of(config.model)[logical])
 
 
 def enters_again(config: Config, logical: str) -> bool:
