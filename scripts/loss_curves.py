@@ -17,7 +17,7 @@ from pathlib import Path
 
 from light_dark import INK, blank, save
 
-from jaxdist.output.colours import BLUE, GREEN, ORANGE, RED
+from jaxdist.output.pictures import BLUE, GREEN, ORANGE, RED
 from jaxdist.training import history
 
 MESHES = {

@@ -21,7 +21,7 @@ import numpy as np
 from light_dark import FAINT, INK, PAPER, SMALLEST, blank, save
 
 from jaxdist.mesh import AXES, DATA, MODEL, PIPELINE, parse_mesh
-from jaxdist.output.colours import BLUE, GREEN, ORANGE, RED, SKY, TEAL, TIME, WINE, YELLOW
+from jaxdist.output.pictures import BLUE, GREEN, ORANGE, RED, SKY, TEAL, TIME, WINE, YELLOW
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

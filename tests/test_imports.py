@@ -149,10 +149,10 @@ def test_layouts_are_written_in_three_rooms_only():
 
 
 def test_pictures_are_written_in_one_room_only():
-    """In `files`, whole and never through a link."""
+    """In `output.pictures`, whole and never through a link."""
     for path in FILES:
         attributes = {node.attr for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)}
-        assert name(path) == "files" or not attributes & {"savefig", "print_png"}, name(path)
+        assert name(path) == "output.pictures" or not attributes & {"savefig", "print_png"}, name(path)
 
 
 def test_axis_names_are_spelled_in_mesh_only():

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdist.bench.laws import amdahl, gustafson
 from jaxdist.bench.scaling_text import setting
-from jaxdist.files import write_picture
-from jaxdist.output.colours import BLUE, GREEN, PINK, RED
+from jaxdist.output.pictures import BLUE, GREEN, PINK, RED, blank, write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,12 +25,7 @@ CURVE = 50
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Draw two panels over the number of devices, on a logarithmic axis, to a PNG; error bars are quartiles."""
-    # Imported here: matplotlib is optional, and slow to import.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.5, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(9.5, 4.8)
     left, right = figure.subplots(1, 2)
     measurements = result["measurements"]
     counts = sorted({one["devices"] for one in measurements})

@@ -70,12 +70,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
         temporary.write_bytes(content)
 
 
-def write_picture(path: Path | str, figure: Any, dpi: int) -> None:
-    """Replace the file at `path` atomically by a PNG of matplotlib's `figure`. Raises `OSError`."""
-    with replacing(Path(path)) as temporary:
-        figure.savefig(temporary, dpi=dpi, format="png")
-
-
 def open_no_follow(path: Path, mode: str) -> IO[str]:
     """Open a text file in `mode`, such as "a" or "a+". Raises `OSError` (ELOOP) if `path` is a symbolic link.
 

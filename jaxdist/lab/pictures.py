@@ -9,25 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxdist.files import write_picture
-from jaxdist.output.colours import BLUE, GREEN, GREY, ORANGE, RED
+from jaxdist.output.pictures import BLUE, GREEN, GREY, ORANGE, RED, blank, write_picture
 from jaxdist.planning.hardware import CARDS, GPUS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 DPI = 110
-
-
-def blank(width: float, height: float) -> Figure:
-    """Return an empty figure of this size in inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def bars(columns: Mapping[str, Mapping[str, float]], unit: str, title: str, path: Path) -> None:

@@ -20,14 +20,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
-from jaxdist.files import write_picture
 from jaxdist.lab.phases import cpu_mesh
-from jaxdist.lab.pictures import DPI, blank
+from jaxdist.lab.pictures import DPI
 from jaxdist.mesh import CONTEXT
 from jaxdist.mesh.context import zigzag
 from jaxdist.models.ring_blocks import QueryBlocks
 from jaxdist.models.scores import Scores
-from jaxdist.output.colours import BLUE, GREEN, GREY, INDIGO, ORANGE, PALE, PINK, RED, SKY, TEAL
+from jaxdist.output.pictures import BLUE, GREEN, GREY, INDIGO, ORANGE, PALE, PINK, RED, SKY, TEAL, blank, write_picture
 from jaxdist.parallel.context import Attended, Gradients, Keys, Queries, Ring
 from jaxdist.planning.hlo import collectives
 from jaxdist.sharding import Layout

@@ -11,10 +11,9 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxdist.config import ModelConfig
-from jaxdist.files import write_picture
-from jaxdist.lab.pictures import DPI, blank
+from jaxdist.lab.pictures import DPI
 from jaxdist.models.experts import Router, route
-from jaxdist.output.colours import BLUE, GREEN, GREY, ORANGE, PINK, RED
+from jaxdist.output.pictures import BLUE, GREEN, GREY, ORANGE, PINK, RED, blank, write_picture
 from jaxdist.parallel.experts import queues
 
 if TYPE_CHECKING:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxdist.files import write_picture
 from jaxdist.mesh import describe
-from jaxdist.output.colours import GREY, MEMORY
+from jaxdist.output.pictures import GREY, MEMORY, blank, write_picture
 from jaxdist.planning.report import Report
 
 GIB = 2**30
@@ -14,10 +13,6 @@ GIB = 2**30
 
 def draw(report: Report, path: Path) -> None:
     """Draw predicted memory, part by part, beside compiled memory; a line marks the memory of the device."""
-    # Matplotlib takes most of a second to import, and only a picture needs it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     held = report.memory
     program = report.program
     columns = {
@@ -28,8 +23,7 @@ def draw(report: Report, path: Path) -> None:
             "temporaries": program.peak_bytes - program.argument_bytes,
         },
     }
-    figure = Figure(figsize=(6, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(6, 5)
     title = f"{describe(report.whole.mesh.shape)}, ZeRO {report.config.parallel.zero}, {report.config.precision}"
     axes = figure.add_subplot(ylabel="GiB per device", title=title)
     for column, parts in columns.items():

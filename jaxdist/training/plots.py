@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxdist.files import write_picture
-from jaxdist.output.colours import BLUE, GREY, RED
+from jaxdist.output.pictures import BLUE, GREY, RED, blank, write_picture
 from jaxdist.training import history
 
 FEW = 20
@@ -17,13 +16,10 @@ def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -
 
     A horizontal line shows the baseline: `nats` per `unit`, called `name`, such as the unigram entropy.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     lines = history.read(metrics)
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(7, 4.5)
     axes = figure.add_subplot(xlabel="step", ylabel=f"loss (nats per {unit})", title=metrics.parent.name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for kind, colour in (("loss", BLUE), (history.VALIDATED, RED)):

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jaxdist.files import write_picture
 from jaxdist.lab.reductions.algorithms import ALGORITHMS, Algorithm, pipelined_tree
 from jaxdist.lab.reductions.execute import Run, apart, cpus, lay, line_of, lowered
 from jaxdist.lab.reductions.messages import Message, Traffic, messages
-from jaxdist.output.colours import BLUE, GREEN, PINK, RED
+from jaxdist.output.pictures import BLUE, GREEN, PINK, RED, blank, write_picture
 from jaxdist.planning.clusters import cluster
 
 if TYPE_CHECKING:
@@ -100,9 +99,6 @@ def draw(names: Sequence[str], runs: dict[str, Sequence[Run]], path: Path | str)
 
 def _figure(found: dict[str, list[Step]], runs: dict[str, Sequence[Run]], path: Path | str) -> None:
     """Draw a panel of steps for each algorithm, and below them the costs if there are `runs`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns = min(4, max(len(found), 2 if runs else 1))
     rows = -(-len(found) // columns)
     height = 4.4 * rows
@@ -113,8 +109,7 @@ def _figure(found: dict[str, list[Step]], runs: dict[str, Sequence[Run]], path: 
         height += 4.2
         grid_rows += 1
         legend.append(COSTS_LEGEND)
-    figure = Figure(figsize=(3.6 * columns, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(3.6 * columns, height)
     grid = figure.add_gridspec(grid_rows, 2 * columns)
     for place, (name, sent) in enumerate(found.items()):
         left = 2 * (place % columns)

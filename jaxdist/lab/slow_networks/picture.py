@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxdist.files import write_picture
-from jaxdist.lab.pictures import DPI, blank
+from jaxdist.lab.pictures import DPI
 from jaxdist.lab.slow_networks import byte_model, top_k
 from jaxdist.lab.slow_networks.timeline import Timeline, simulate
-from jaxdist.output.colours import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY
+from jaxdist.output.pictures import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, blank, write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxdist.files import write_picture
-from jaxdist.output.colours import BLUE, GREEN, ORANGE
+from jaxdist.output.pictures import BLUE, GREEN, ORANGE, blank, write_picture
 from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.parallel.pipeline.simulate import EQUAL, Column, Times, bubble, columns, costs
 
@@ -96,15 +95,11 @@ def picture(schedules: Schedule | Sequence[Schedule], path: Path | str, times: T
 
 def figure(schedules: Schedule | Sequence[Schedule], times: Times = EQUAL) -> Figure:
     """Return a figure with one panel for each schedule, all with the same scale of time."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     if isinstance(schedules, Schedule):
         schedules = [schedules]
     longest = max(bubble(schedule, times).lockstep for schedule in schedules)
     heights = [0.32 * schedule.stages + 0.85 for schedule in schedules]
-    result = Figure(figsize=(WIDTH, sum(heights) + 0.5), layout="constrained")
-    FigureCanvasAgg(result)
+    result = blank(WIDTH, sum(heights) + 0.5)
     panels = result.subplots(len(schedules), squeeze=False, height_ratios=heights)[:, 0]
     for schedule, axes in zip(schedules, panels, strict=True):
         _draw(axes, schedule, times, longest)

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.files import write_picture
 from jaxdist.mesh import PIPELINE
-from jaxdist.output.colours import BLACK, GREY, MEMORY, TIME
+from jaxdist.output.pictures import BLACK, GREY, MEMORY, TIME, blank, write_picture
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.search.estimate import Estimate
 from jaxdist.planning.search.plan import Plan
@@ -30,12 +29,8 @@ def draw(plan: Plan, more: Sequence[tuple[int, Estimate | str]], path: Path) -> 
 
     `more` holds the best plans for other numbers of devices; they get a panel of their own where there are any.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels = 3 if more else 2
-    figure = Figure(figsize=(4.4 * panels, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(4.4 * panels, 4.6)
     time, held, *scaled = figure.subplots(1, panels)
     best = plan.ranked[:MOST_BARS]
     names = [_name(candidate) for candidate in best]

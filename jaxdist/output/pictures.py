@@ -1,6 +1,18 @@
-"""The colours of all pictures, which colour-blind readers can distinguish too (Okabe & Ito 2008; Tol 2021)."""
+"""What all pictures have: the colours, an empty figure, and how it is written. matplotlib is imported to draw one.
 
+Colour-blind readers can distinguish the colours too (Okabe & Ito 2008; Tol 2021).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxdist.files import replacing
 from jaxdist.mesh import CONTEXT, EXPERT
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Okabe & Ito
 BLUE = "#0072B2"
@@ -56,3 +68,19 @@ MEMORY = {
     "temporaries": TEAL,
 }
 """Parts of the memory of a device. It is drawn beside `TIME`, so only the optimizer has the same colour in both."""
+
+
+def blank(width: float, height: float) -> Figure:
+    """Return an empty figure of this size in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_picture(path: Path | str, figure: Figure, dpi: int) -> None:
+    """Replace the file at `path` atomically by a PNG of the figure. Raises `OSError`."""
+    with replacing(Path(path)) as temporary:
+        figure.savefig(temporary, dpi=dpi, format="png")
