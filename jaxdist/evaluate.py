@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jaxdist.cluster.process_env import find
 from jaxdist.config import Config, RequestError
 from jaxdist.config.values import Checkpoint, Count, FileName
-from jaxdist.request import Enough, Extra, Request, arguments, run
+from jaxdist.request import JSON, Enough, Extra, Request, arguments, run
 from jaxdist.request.knobs import option
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ EXTRAS = [
     Extra("choices_skip", False, "Leave out the questions of --choices that cannot be scored, and count them."),
     Extra("choices_apart", False, "Encode context and choice of --choices apart, so that no token spans their join."),
     Extra("stride", None, "Rolling loss: windows begin so many tokens apart; each token counts once.", Count),
-    Extra("json", False, "Print one JSON object on standard output, and nothing else."),
+    JSON,
 ]
 
 

@@ -13,7 +13,7 @@ from jaxdist.config import Config, RequestError
 from jaxdist.config.values import DevicesOrZero, FileName, Suggested
 from jaxdist.planning.hardware import GPUS, PRESETS
 from jaxdist.process.exit_codes import DONE, FAILED
-from jaxdist.request import STEP_KNOBS, Extra, arguments, check_picture, run
+from jaxdist.request import JSON, STEP_KNOBS, Extra, arguments, check_picture, run
 from jaxdist.weights.named import check_described
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ EXTRAS = [
     Extra(
         "cluster", "", "Cluster of the devices, as for plan: its links and sites. Empty: that of the GPU.", ClusterName
     ),
-    Extra("json", False, "Print one JSON object on standard output, and nothing else."),
+    JSON,
     Extra("picture", "", "Draw the memory as stacked bars into this PNG file.", FileName),
 ]
 

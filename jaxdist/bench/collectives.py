@@ -6,18 +6,14 @@ import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxdist.bench.step import JSON
 from jaxdist.cluster.process_env import find
 from jaxdist.config import RequestError
 from jaxdist.config.values import FileName
 from jaxdist.files import write_whole
 from jaxdist.output.units import counted
-from jaxdist.request import JOB_KNOBS, Extra, arguments, check_output
-
-if TYPE_CHECKING:
-    import jax
+from jaxdist.request import JOB_KNOBS, JSON, Extra, arguments, check_output
 
 DESCRIPTION = (
     "Measure all-reduce, all-gather, reduce-scatter and permute over each axis of the mesh at several sizes, fit a "
@@ -49,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         check_request(request.text)
         request.tell_unused(job.env.processes)
         mesh = runtime.start(parse_mesh(request.config.mesh))
-        check_links(mesh, file)
+        if file and mesh.size == 1:
+            raise RequestError("--fit needs links to measure, but the mesh is one device; give --mesh, such as 4x1x1")
         measured = measure(mesh, job.note)
         if job.env.leader:
             measured["notes"] = list(notes(measured))
@@ -67,12 +64,6 @@ def check_file(file: str) -> None:
     check_output("--fit", file, "cluster.toml")
     if file and Path(file).suffix != ".toml":
         raise RequestError(f"--fit '{file}' is no TOML file; name it {Path(file).with_suffix('.toml')}")
-
-
-def check_links(mesh: jax.sharding.Mesh, file: str) -> None:
-    """Raise `RequestError` if a cluster file is requested from a mesh that has no links."""
-    if file and mesh.size == 1:
-        raise RequestError("--fit needs links to measure, but the mesh is one device; give --mesh, such as 4x1x1")
 
 
 def write(measured: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -117,14 +108,12 @@ def notes(measured: Mapping[str, Any]) -> Iterator[str]:
 
 def lines(measured: Mapping[str, Any]) -> list[str]:
     """Return the lines that the command prints."""
+    from jaxdist.bench.fitting import where
+
     overlap = "not measured"
     if measured["overlap"] is not None:
         overlap = f"{measured['overlap']:.3f} (1 hides all, 2 nothing)"
-    heading = (
-        f"{measured['devices']} x {measured['device']} on {counted(measured['hosts'], 'host')}, {measured['mesh']}, "
-        f"jax {measured['jax']}"
-    )
-    text = [heading, "", *_table(measured), ""]
+    text = [where(measured), "", *_table(measured), ""]
     for one in measured["matmuls"]:
         shape = "x".join(map(str, one["shape"]))
         text.append(f"matrix product     {shape:<18} {one['flops_per_second'] / 1e12:.4g} TFLOP/s")

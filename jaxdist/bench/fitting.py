@@ -38,6 +38,14 @@ def fit(kind: str, ranks: int, sizes: Sequence[int], took: Sequence[float]) -> t
     return float(alpha), float(1 / inverse), float(error)
 
 
+def where(measured: Mapping[str, Any]) -> str:
+    """Return what was measured, and with which mesh and version of JAX."""
+    return (
+        f"{measured['devices']} x {measured['device']} on {counted(measured['hosts'], 'host')}, {measured['mesh']}, "
+        f"jax {measured['jax']}"
+    )
+
+
 def cluster_of(measured: Mapping[str, Any], name: str) -> tuple[Cluster, list[str]]:
     """Return the cluster that `calibration.measure` measured, and a sentence on each number that it did not."""
     shipped = of_kind(measured["device"])
@@ -50,10 +58,6 @@ def cluster_of(measured: Mapping[str, Any], name: str) -> tuple[Cluster, list[st
         notes.append(f"the peak of '{measured['device']}' is not known: the fastest matmul stands for it, matmul is 1")
     memory, memory_notes = _memory(measured, shipped)
     inside, across, link_notes = _links(measured["collectives"], shipped)
-    where = (
-        f"{measured['devices']} x {measured['device']} on {counted(measured['hosts'], 'host')}, {measured['mesh']}, "
-        f"jax {measured['jax']}"
-    )
     cluster = Cluster(
         name=name,
         gpu=measured["device"] if shipped is None else shipped.gpu,
@@ -65,7 +69,7 @@ def cluster_of(measured: Mapping[str, Any], name: str) -> tuple[Cluster, list[st
         inside=inside,
         across=across,
         overlap=measured["overlap"],
-        sources=(f"measured by python -m jaxdist.bench collectives: {where}",),
+        sources=(f"measured by python -m jaxdist.bench collectives: {where(measured)}",),
     )
     return cluster, notes + memory_notes + link_notes
 

@@ -21,14 +21,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jaxdist.bench.step import JSON
 from jaxdist.cluster import gpus
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import RequestError, nearest
 from jaxdist.config.values import Count, CountOrZero, FileName, RowsOrZero, WholeSeconds
 from jaxdist.doctor.software import FRACTIONS, refused
 from jaxdist.files import write_whole
-from jaxdist.request import Extra, arguments, check_output, load
+from jaxdist.request import JSON, Extra, arguments, check_output, load
 
 DESCRIPTION = (
     "On one GPU: check the fast kernels against plain float32, measure the step of some Llamas and its parts, and "

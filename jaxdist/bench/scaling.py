@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from jaxdist.bench.step import JSON, REPEATS, WARMUP
+from jaxdist.bench.step import REPEATS, WARMUP
 from jaxdist.cluster.process_env import find
 from jaxdist.config import Config, RequestError
 from jaxdist.config.values import MOST_DEVICES, CountOrZero, FileName
 from jaxdist.output.units import multiples
 from jaxdist.process.exit_codes import DONE, FAILED
-from jaxdist.request import JOB_KNOBS, Extra, arguments, check_picture
+from jaxdist.request import JOB_KNOBS, JSON, Extra, arguments, check_picture
 from jaxdist.request.numbers import as_list, numbers
 from jaxdist.request.reading import DEFAULT
 from jaxdist.request.unused import refusals

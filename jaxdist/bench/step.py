@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jaxdist.cluster.process_env import find
 from jaxdist.config import NotFinite
 from jaxdist.config.values import Count, CountOrZero
-from jaxdist.request import JOB_KNOBS, STEP_KNOBS, Enough, Extra, arguments
+from jaxdist.request import JOB_KNOBS, JSON, STEP_KNOBS, Enough, Extra, arguments
 
 if TYPE_CHECKING:
     from jaxdist.bench.measuring import Timed
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Measure the train step of a configuration on random tokens or images: no data is read, nothing is saved."
 KNOBS = [*STEP_KNOBS, *JOB_KNOBS, "train.seed"]
-JSON = Extra("json", False, "Print one JSON object on standard output, and nothing else.")
 WARMUP = Extra("warmup", 3, "Steps before the measurement.", CountOrZero)
 REPEATS = Extra("repeats", 20, "Steps that are measured, each one waited for.", Count)
 

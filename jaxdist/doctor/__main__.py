@@ -21,7 +21,7 @@ from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.doctor import findings, machine, software, watching
 from jaxdist.doctor.findings import Finding, Here, unchecked, wrong
 from jaxdist.process.exit_codes import DONE, REFUSED
-from jaxdist.request import Extra, arguments, run
+from jaxdist.request import JSON, arguments, run
 from jaxdist.request.options import Scan
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ DESCRIPTION = (
     "as the run is started, under srun or with --cluster options. With the folder of a RUN in place of CONFIG: show "
     "which processes are slow or unresponsive. Exit code 2 when something is wrong."
 )
-JSON = Extra("json", False, "Print one JSON object on standard output, and nothing else.")
 
 PATIENCE = 120.0
 """Seconds that devices may take to start, or an all-reduce to come back."""
@@ -76,7 +75,7 @@ def _watch(argv: list[str], folder: Path) -> int:
     if request.extras["json"]:
         print(json.dumps(result))
     else:
-        print("\n".join(watching.table(result)))
+        print("\n".join(watching.lines(result)))
     return _exit_code(result["healthy"])
 
 
@@ -140,8 +139,7 @@ class Doctor:
                 bind, _ = listening.bind_address(env.coordinator)
                 listening.check_free(bind)
         except RequestError as error:
-            # Errors have the form `what is wrong; what to change`.
-            self.found.append(wrong("processes", *error.problems[0].split("; ")))
+            self.found.append(findings.refused("processes", error))
             return False
         # Unchecked, because what `rendezvous.join` refuses is reported by checks of the doctor.
         rendezvous.meet_unchecked(env, self.here.config.fault, self._end_incomplete)

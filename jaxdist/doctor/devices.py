@@ -20,6 +20,8 @@ from jaxdist.doctor.findings import Finding, Here, for_all, ok, unchecked, warni
 from jaxdist.doctor.software import fraction
 from jaxdist.output.units import counted
 from jaxdist.planning import clusters
+from jaxdist.planning.collective_time import wire_share
+from jaxdist.planning.predicted_collectives import ALL_REDUCE
 from jaxdist.sharding import BATCH, Layout
 
 BYTES = 64 << 20
@@ -102,8 +104,7 @@ def reductions(here: Here, mesh: jax.sharding.Mesh, hosts: Sequence[str]) -> Ite
             count = mesh.shape[axis]
             line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(count, -1)[:, 0]
             crosses = len({hosts[device.process_index] for device in line}) > 1
-            # The bytes that a ring all-reduce sends per device, per second.
-            rate = 2 * (count - 1) / count * size / seconds
+            rate = float(wire_share(ALL_REDUCE, count)) * size / seconds
             yield from for_all([judged(check, line[0].device_kind, crosses, rate)])
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jaxdist.cluster.process_env import ProcessEnv
-from jaxdist.config import Config
+from jaxdist.config import Config, RequestError
 from jaxdist.output.units import counted
 
 OK = "ok"
@@ -81,6 +81,12 @@ def warning(check: str, text: str, remedy: str) -> Finding:
 def wrong(check: str, text: str, remedy: str) -> Finding:
     """Return a finding that would make a run fail."""
     return Finding(check, WRONG, text, remedy)
+
+
+def refused(check: str, error: RequestError) -> Finding:
+    """Return the finding for what a run would refuse: its sentence is `what is wrong; what to change`."""
+    text, _, remedy = error.problems[0].partition("; ")
+    return wrong(check, text, remedy)
 
 
 def unchecked(check: str, why: str) -> Finding:

@@ -6,15 +6,14 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 from jaxdist.cluster import address as addresses
 from jaxdist.cluster import kv_store, preflight
 from jaxdist.config import RequestError
-from jaxdist.doctor.findings import Finding, Here, for_all, ok, unchecked, wrong
+from jaxdist.doctor.findings import Finding, Here, for_all, ok, refused, unchecked, wrong
 from jaxdist.output.units import counted
 
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
@@ -49,9 +48,7 @@ def own_name(here: Here) -> Iterator[Finding]:
         try:
             addresses.check_own_name()
         except RequestError as error:
-            # Errors have the form `what is wrong; what to change`.
-            text, _, remedy = error.problems[0].partition("; ")
-            yield wrong("own name", text, remedy)
+            yield refused("own name", error)
         else:
             name = socket.gethostname()
             yield ok("own name", f"{name} is {socket.gethostbyname(name)}")
@@ -72,7 +69,9 @@ def hosts(here: Here) -> Iterator[Finding]:
         _bind(listening, "" if here.env.on_one_host else address)
         listening.listen(1024)
         everyone = kv_store.gather("doctor/hosts", [name, address, listening.getsockname()[1]])
-        yield from _unanswered(everyone)
+        for process, answer in enumerate(everyone):
+            if answer is None:
+                yield wrong("hosts", f"process {process} does not answer", "see what it says itself")
         first: dict[str, list] = {}
         for one in filter(None, everyone):
             first.setdefault(one[0], one)
@@ -90,13 +89,6 @@ def hosts(here: Here) -> Iterator[Finding]:
             yield ok("hosts", f"{counted(len(others), 'other host')} found and reached")
         else:
             yield ok("hosts", "all processes are here")
-
-
-def _unanswered(everyone: Sequence[Any]) -> Iterator[Finding]:
-    """Yield a finding for each process that gave no answer."""
-    for process, answer in enumerate(everyone):
-        if answer is None:
-            yield wrong("hosts", f"process {process} does not answer", "see what it says itself")
 
 
 def _bind(listening: socket.socket, address: str) -> None:
@@ -190,8 +182,7 @@ def folder(here: Here, size: int | None) -> Iterator[Finding]:
         try:
             marker = preflight.write_marker(path, size or 0)
         except RequestError as error:
-            text, _, remedy = error.problems[0].rpartition("; ")
-            yield wrong("run folder", text, remedy)
+            yield refused("run folder", error)
     # Also if process 0 could not write: the others wait for its answer.
     marker = kv_store.gather("doctor/folder", marker)[0]
     seen = marker is None or preflight.is_visible(preflight.marker_path(path, marker))

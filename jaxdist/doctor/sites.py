@@ -12,7 +12,7 @@ from contextlib import suppress
 from jaxdist.cluster import kv_store
 from jaxdist.cluster.rendezvous import Member, check_sites, members
 from jaxdist.config import RequestError
-from jaxdist.doctor.findings import Finding, Here, for_all, ok, wrong
+from jaxdist.doctor.findings import Finding, Here, for_all, ok, refused, wrong
 
 CHECK = "sites"
 
@@ -38,8 +38,7 @@ def named(here: Here) -> Iterator[Finding]:
         try:
             check_sites(members())
         except RequestError as error:
-            # Errors have the form `what is wrong; what to change`.
-            yield from for_all([wrong(CHECK, *error.problems[0].split("; "))])
+            yield from for_all([refused(CHECK, error)])
 
 
 def link(here: Here) -> Iterator[Finding]:

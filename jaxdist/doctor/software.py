@@ -15,13 +15,13 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 from jaxdist.doctor.findings import Finding, Here, ok, unchecked, warning, wrong
 from jaxdist.output.units import counted
-from jaxdist.process.gpu_memory import FRACTIONS, GPU_SHARE
+from jaxdist.process.gpu_memory import FRACTIONS, GPU_SHARE, preallocates
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -212,7 +212,7 @@ def memory(here: Here) -> Iterator[Finding]:
         if not 0 < _number(value) <= 1:
             found.append(wrong("memory", f"{name} is '{value}'", "set it to a part of the memory, such as 0.9"))
             environment.pop(name, None)
-    if fractions and _is_off(environment):
+    if fractions and not preallocates(environment):
         preallocate = environment["XLA_PYTHON_CLIENT_PREALLOCATE"]
         text = (
             f"{next(iter(fractions))} is only a bound where XLA_PYTHON_CLIENT_PREALLOCATE is {preallocate}: memory is "
@@ -232,14 +232,9 @@ def memory(here: Here) -> Iterator[Finding]:
         yield ok("memory", f"JAX takes {fraction(here):g} of a GPU's memory, if there is one")
 
 
-def _is_off(environment: Mapping[str, str]) -> bool:
-    """Return whether JAX is set not to preallocate a GPU's memory."""
-    return environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") in ("false", "False", "0")
-
-
 def fraction(here: Here) -> float:
     """Return the share of a GPU's memory that this process takes at its start."""
-    if _is_off(here.environment):
+    if not preallocates(here.environment):
         return 0.0
     for name in FRACTIONS:
         if here.environment.get(name):

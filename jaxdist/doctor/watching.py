@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from jaxdist.cluster import heartbeat
 from jaxdist.cluster.heartbeat import Heartbeat
 from jaxdist.config import RequestError
 from jaxdist.output import units
+from jaxdist.planning.tables import table
 from jaxdist.process.exit_codes import OUTCOMES
 from jaxdist.training.run_dir import RunFolder
 
@@ -73,8 +74,8 @@ def _state(beat: Heartbeat, now: float) -> str:
     return "going"
 
 
-def table(result: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the result for people."""
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the result for people."""
     rows = [("process", "host", "state", "step", "heard", "now about", "doing", "for", "step takes", "data wait")]
     for row in result["processes"]:
         heard = f"{row['heard_seconds_ago']:.0f} s ago"
@@ -82,11 +83,9 @@ def table(result: Mapping[str, Any]) -> Iterator[str]:
         if row["step_now"] is not None:
             about = f"step {row['step_now']}"
         times = [_seconds(row[name]) for name in ("for_seconds", "step_seconds", "data_seconds")]
-        rows.append((row["process"], row["host"], row["state"], row["step"], heard, about, row["doing"], *times))
-    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(f"{value!s:<{width}}" for value, width in zip(row, widths, strict=True)).rstrip()
-    yield from result["problems"] or ["nothing is wrong with it"]
+        process, step = str(row["process"]), str(row["step"])
+        rows.append((process, row["host"], row["state"], step, heard, about, row["doing"], *times))
+    return [*table(rows), *(result["problems"] or ["nothing is wrong with it"])]
 
 
 def _seconds(value: float | None) -> str:

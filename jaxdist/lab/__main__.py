@@ -13,7 +13,7 @@ from jaxdist.config import PipelineConfig, RequestError, nearest
 from jaxdist.config.values import Count, CountOrZero, FileName, MicroBatches, Stages
 from jaxdist.files import write_whole
 from jaxdist.lab.claims import DEVICES, Claim, claims, measure, topics
-from jaxdist.request import Extra, arguments, check_output, check_picture, run
+from jaxdist.request import JSON, Extra, arguments, check_output, check_picture, run
 
 LABS = {
     "all-reduce": "algorithms of all-reduce: their messages counted, and how they grow with the number of nodes",
@@ -41,7 +41,6 @@ OPTIONS = {
 }
 """Name -> options of the lab besides --json. They stand here, so that --help imports no lab."""
 
-JSON = Extra("json", False, "Print one JSON object on standard output, and nothing else.")
 CLAIM_OPTIONS = [JSON, Extra("picture", "", "Draw the measurement into this PNG file.", FileName)]
 OUTPUT = "lab.html"
 ALL_OPTIONS = [JSON, Extra("output", OUTPUT, "Write the page with all claims and pictures to this file.", FileName)]

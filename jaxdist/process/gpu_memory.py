@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 
 from jaxdist.config import RequestError
 
@@ -40,6 +41,6 @@ def gpu_share() -> float:
     return share
 
 
-def preallocates() -> bool:
+def preallocates(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether JAX allocates its fraction up front. If it does not, jaxdist leaves the limit to JAX too."""
-    return os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("0", "false", "False")
+    return environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("0", "false", "False")

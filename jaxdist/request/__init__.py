@@ -10,12 +10,13 @@ from jaxdist.request.checks import (
     fitting,
 )
 from jaxdist.request.commandline import JOB_KNOBS, LAYOUT_KNOBS, STEP_KNOBS, Request, arguments, outcome, run
-from jaxdist.request.options import Extra
+from jaxdist.request.options import JSON, Extra
 from jaxdist.request.reading import DEFAULT, SHIPPED, load, to_toml
 
 __all__ = [
     "DEFAULT",
     "JOB_KNOBS",
+    "JSON",
     "LAYOUT_KNOBS",
     "SHIPPED",
     "STEP_KNOBS",

@@ -30,6 +30,9 @@ class Extra:
         return self.annotation is bool
 
 
+JSON = Extra("json", False, "Print one JSON object on standard output, and nothing else.")
+
+
 @dataclass
 class Scan:
     """A command line split into `--name value`, `--name=value`, flags and plain words."""
