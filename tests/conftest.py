@@ -1,5 +1,6 @@
 """Eight CPU devices stand for a node; compiled programs are kept, and other caches live in a folder of the session."""
 
+import gc
 import os
 import signal
 from importlib.metadata import version
@@ -37,6 +38,10 @@ TOUCHED = pytest.StashKey[tuple[str, list[str], set]]()
 """What is compared with, the files that differ, and the files of tests that can see them."""
 
 SECONDS, LONG = "jaxdist/seconds", 0.5
+
+THRESHOLD = 50_000, 20, 20
+"""Objects that are made between two garbage collections. Tracing makes so many that Python's own numbers take a sixth
+of its CPU time."""
 
 
 def pytest_configure(config):
@@ -76,6 +81,13 @@ def pytest_collection_modifyitems(config, items):
         workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
         chosen = touched.in_order(chosen, _seconds(config), workers)
     items[:] = chosen
+
+
+def pytest_collection_finish(session):
+    """The tests themselves, which live to the end, are left out of garbage collection."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*THRESHOLD)
 
 
 def _seconds(config) -> dict[str, float]:
