@@ -143,21 +143,22 @@ def train(
         initial = weights(model.model_copy(update={"remat": "none"}))
         dtypes = jax.tree.map(lambda a: a.dtype if a.dtype == jnp.bfloat16 else param_dtype, initial)
         params = jax.tree.map(lambda a, to: jax.device_put(a.astype(to), replicated(devices)), initial, dtypes)
-        losses, norms, gradients, counts = [], [], [], []
-        state = jax.jit(lambda params: step.start(step.place(params)))(step.folded(params))
-        take, logical = jax.jit(step.train), jax.jit(step.unfolded)
-        before = jax.device_get(logical(state.params))
+        start = jax.jit(lambda params: step.start(step.place(params)))(step.folded(params))
+        take = jax.jit(step.train)
+        states, losses, norms, reported = [start], [], [], []
         for number in range(steps):
             further = {"starts": documents(number, count, model.sequence)} if apart else {}
             tokens, labels = rows(number, count=count, vocab=model.vocab, length=model.sequence)
             batch = on_mesh(devices, layout, tokens, labels, accumulation, **further)
-            state, metrics = take(state, batch)
+            state, metrics = take(states[-1], batch)
+            states.append(state)
             losses.append(float(metrics.loss))
             norms.append(float(metrics.grad_norm))
-            gradients.append(jax.device_get(logical(state.optimizer[0])))
-            counts.append(jax.device_get(logical(metrics.further)).get("blocks", {}))
-        after, frozen = jax.device_get((logical(state.params), logical(state.frozen)))
-        return Outcome(losses, norms, gradients[0], before, after, counts[0], frozen)
+            reported.append(metrics.further)
+        # As a checkpoint holds all that is compared: one program.
+        found = start.params, states[1].optimizer[0], state.params, state.frozen, reported[0]
+        before, gradient, after, frozen, sums = jax.device_get(jax.jit(step.unfolded)(found))
+        return Outcome(losses, norms, gradient, before, after, sums.get("blocks", {}), frozen)
 
 
 @cache
