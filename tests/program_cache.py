@@ -1,6 +1,7 @@
 """Compiled programs are kept between runs of the tests, in a folder that git ignores."""
 
 import hashlib
+import os
 import platform
 import sys
 import time
@@ -28,6 +29,11 @@ def folder() -> Path:
     """
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return KEPT / f"jax{version('jax')}-jaxlib{version('jaxlib')}-python{python}-{_processor()}"
+
+
+def shared() -> dict[str, str]:
+    """Variables for tests that run in a copy of the tree: most of their programs are those of this tree."""
+    return {"JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder()))}
 
 
 def _processor() -> str:

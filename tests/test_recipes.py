@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests import recipes
+from tests import program_cache, recipes
 from tests.recipes import PAGES, ROOT
 
 PROOFS = {
@@ -47,7 +47,7 @@ def test_what_the_recipe_adds_works(name, tmp_path):
     recipes.copy(tmp_path)
     recipes.apply(recipes.diff_of(ROOT / "docs" / "contributing" / f"{name}.md"), tmp_path)
     path, which = PROOFS[name]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTEST_ADDOPTS": ""}
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTEST_ADDOPTS": ""} | program_cache.shared()
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", path, "-k", which],
         cwd=tmp_path,

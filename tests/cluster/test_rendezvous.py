@@ -27,6 +27,7 @@ for mesh in found:
 """
 
 
+@pytest.mark.slow
 def test_neighbours_in_the_mesh_are_neighbours_in_a_host(network):
     """Processes that were dealt out to two hosts in turn, as Slurm does it with --distribution=cyclic; a proxy that the
     login shell has named, and that nobody can reach, is in nobody's way."""

@@ -73,6 +73,7 @@ def test_a_step_that_is_done_later_is_not_told_after_the_end():
     assert done.stderr.endswith("process 0] ended\n")
 
 
+@pytest.mark.slow
 def test_an_exception_in_one_process_alone_is_a_traceback(words):
     with job(train(words("--train.steps=20"), 1, READER_FAILS.format(who=0))) as running:
         assert ends(running, 120) == [1]
@@ -160,9 +161,8 @@ def children(process) -> list[int]:
 @pytest.mark.parametrize(
     ("who", "number"),
     [
-        (1, signal.SIGKILL),
-        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
-        *exhaustive([(0, signal.SIGKILL), (1, signal.SIGSTOP)]),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
+        *exhaustive([(0, signal.SIGSTOP), (0, signal.SIGKILL), (1, signal.SIGSTOP)]),
     ],
 )
 def test_launched_it_is_started_again_and_saves_when_asked(words, tmp_path, who, number):

@@ -83,7 +83,7 @@ def check_saved(folder, running, name: str) -> None:
     [
         pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
         (2, signal.SIGINT),
-        pytest.param(4, signal.SIGTERM, marks=pytest.mark.slow),
+        *exhaustive([(4, signal.SIGTERM)]),
     ],
 )
 def test_while_it_steps(words, tmp_path, processes, number):
@@ -110,7 +110,7 @@ def test_while_it_compiles_nothing_is_lost(words, tmp_path, processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, *exhaustive([(1,)])])
 def test_while_it_validates_the_rest_is_left_for_later(words, tmp_path, processes):
     folder = tmp_path / "run"
     options = (f"--mesh={max(2, processes)}x1x1", "--train.steps=12", "--validation.every=7", "--validation.batches=0")

@@ -34,8 +34,8 @@ ROWS = [
 ]
 
 
-COMPILED = [ROWS[place] for place in (1, 2, 3, 4, 5, 6)]
-"""Each stage, precision and axis of a host."""
+COMPILED = [ROWS[place] for place in (1, 2, 3, 5, 6)]
+"""Each stage, precision and axis of a host; `TEMPORARY` has more of float32."""
 
 
 @pytest.mark.parametrize(("mesh", "of"), ROWS, ids=str)
@@ -55,7 +55,10 @@ def test_bytes_of_the_state_are_predicted_exactly(mesh, of):
     ids=str,
 )
 def test_argument_bytes_are_predicted_exactly_and_the_state_is_donated(mesh, of):
-    found, predicted = planned(config(mesh, **of))
+    check_arguments(*planned(config(mesh, **of)))
+
+
+def check_arguments(found, predicted) -> None:
     assert found.argument_size_in_bytes == predicted.arguments
     assert found.alias_size_in_bytes == predicted.arguments - predicted.batch
 
@@ -74,9 +77,8 @@ def test_argument_bytes_are_predicted_exactly_and_the_state_is_donated(mesh, of)
 def test_what_is_in_flight_is_predicted_and_donated(mesh, of):
     """With remat stage a batch leaves the input of a stage, and the bytes are exact."""
     found, predicted = planned(config(mesh, "pipedream", microbatches=1, **of))
-    assert found.argument_size_in_bytes == predicted.arguments
+    check_arguments(found, predicted)
     assert predicted.in_flight > predicted.parameters
-    assert found.alias_size_in_bytes == predicted.arguments - predicted.batch
 
 
 def test_mixed_precision_keeps_its_copy_as_the_masters_lie():
@@ -106,15 +108,15 @@ TEMPORARY = [
     ("2x1x4", dict(zero=3, rows=64)),
     ("1x2x4", dict(sequence=True)),
     ("1x1x4", dict(remat="none", schedule="zb-u")),
-    ("1x1x4", dict(remat="block", schedule="zb-h1")),
 ]
 
 OTHERS = [
     ("1x1x4", dict(remat="none")),
     ("2x1x4", dict(zero=1, rows=64)),
     ("2x1x4", dict(zero=2, rows=64)),
+    ("1x1x4", dict(remat="block", schedule="zb-h1")),
 ]
-"""Between rows above: stages 0 and 3, and no recomputation with other schedules."""
+"""Between rows above: stages 0 and 3, no recomputation with other schedules, and the other zero-bubble schedule."""
 
 
 @pytest.mark.parametrize(("mesh", "of"), [*thinned(TEMPORARY, 8, first=1), *exhaustive(OTHERS)], ids=str)
@@ -122,10 +124,11 @@ def test_temporary_bytes_are_about_as_predicted(mesh, of):
     """An estimate: within 0.8 and 1.25 of what XLA plans on CPU, in f32."""
     found, predicted = planned(large(mesh, **of))
     assert 0.8 < (predicted.total - predicted.arguments) / found.temp_size_in_bytes < 1.25
+    check_arguments(found, predicted)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "flat"), [("1f1b", True), ("interleaved", True), ("gpipe", False)])
+@pytest.mark.parametrize(("schedule", "flat"), [("1f1b", True), ("gpipe", False), *exhaustive([("interleaved", True)])])
 def test_temporaries_of_1f1b_do_not_grow_with_the_micro_batches(schedule, flat):
     """Twice the micro-batches of as many rows; GPipe keeps them all."""
     few, many = (planned(large("1x1x2", schedule=schedule, remat="none", microbatches=m, rows=4 * m)) for m in (8, 16))

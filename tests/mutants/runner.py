@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import program_cache
 from tests.mutants.table import Mutant, mutated
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +79,7 @@ class Copy:
 
     def run(self, *tests: str) -> Outcome:
         """Tests by their node ids, in a process of their own that imports the copy, as all that it starts do."""
-        own = {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        own = {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"} | program_cache.shared()
         command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", *tests]
         began = time.monotonic()
         try:

@@ -64,7 +64,7 @@ def test_every_command_has_a_line():
 
 
 FIRST = list({line.split()[0]: (line, code) for line, code in reversed(LINES)}.values())
-"""A line for each command: two processes each."""
+"""A line for each command, which has a process."""
 
 
 @pytest.mark.parametrize(("line", "code"), [one for one in LINES if one not in FIRST])
@@ -76,16 +76,26 @@ def test_a_line_ends_with_its_code(line, code, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("line", "code"), FIRST)
-def test_the_forms_agree(forms, tmp_path, line, code):
+def test_the_forms_agree(forms, tmp_path, line, code, monkeypatch, capsys):
+    """A process of the module and a call of the entry point; for one command a process of the console script too."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.toml").touch()
     command, *words = line.split()
-    module, console = [ended([*form, *words], tmp_path) for form in forms(command)]
-    assert module[0] == code, module[2]
-    assert module[2 if code else 1] != ""
+    module, console = [[*form, *words] for form in forms(command)]
+    code_of_module, out, err = ended(module, tmp_path)
+    assert code_of_module == code, err
+    assert (err if code else out) != ""
     if code:
-        assert module[2].splitlines()[-1].startswith(f"jaxdist.{command}: ")
-    assert console == module
+        assert err.splitlines()[-1].startswith(f"jaxdist.{command}: ")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    try:
+        code_of_call = main(line.split())
+    except SystemExit as help_was_shown:
+        code_of_call = help_was_shown.code
+    assert (code_of_call, *capsys.readouterr()) == (code, out, err)
+    if command == "launch":
+        assert ended(console, tmp_path) == (code, out, err)
 
 
 @pytest.mark.parametrize(("outcome", "code"), [(Busy("In use."), 75), (85, 85), (0, 0)])

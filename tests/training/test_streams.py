@@ -12,6 +12,7 @@ import pytest
 from jaxdist.output import streams
 from jaxdist.output.streams import CONTROL, LogFile, Unfailing, printable
 from jaxdist.training.console import Screen
+from tests.tiers import exhaustive
 from tests.training.conftest import SMALL, over
 
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  "
@@ -128,7 +129,7 @@ def test_training_goes_on_without_its_streams(text, tmp_path, lost):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize("lost", ["ended", *exhaustive([("closed",), ("full",)])])
 def test_a_launched_job_goes_on_without_its_streams(text, tmp_path, lost):
     argv = over(SMALL, f"--data.path={text}", f"--run-dir={tmp_path / 'run'}", "--train.steps=3", "--mesh=2x1x1")
     command = [sys.executable, "-m", "jaxdist.launch", "local", "--processes=2", *argv]
