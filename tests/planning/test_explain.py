@@ -64,7 +64,7 @@ def test_stage_3_sends_half_as_much_again_for_the_layers(report):
     ],
 )
 def test_a_mask_that_cudnn_does_not_know_is_told(monkeypatch, options, why):
-    empty = Program("", *[0] * 7, jax="")
+    empty = Program("", *[0] * 6, jax="")
     monkeypatch.setattr(cross_compile, "compile_apart", lambda *_: empty)
     model = ModelConfig(layers=2, embed=32, heads=4, vocab=96, sequence=16, **options)
     parallel = ParallelConfig(context="ring")
