@@ -101,8 +101,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
     if where:
         clusters.check_sites(where, count)
         sites = where.sites(count)
-    if config.precision == "auto":
-        config = config.model_copy(update={"precision": "bfloat16" if gpu else "float32"})
+    config = config.with_precision(cpu=not gpu)
     split = Split(config, shape)
     check_mesh_fits(split)
     numbers = device_numbers(shape, sites)

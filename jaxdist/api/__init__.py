@@ -27,6 +27,7 @@ from jaxdist.api.request import (
     unsplit,
 )
 from jaxdist.cluster import runtime, xla_options
+from jaxdist.config import compute_dtype
 from jaxdist.mesh import BATCH_AXES, PIPELINE, describe, make_mesh, parse_mesh
 from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
@@ -115,7 +116,7 @@ def parallelize(
     model = foreign.describe(model_fn, partial(_synchronize_statistics, scope, device_mesh))
     check_trained(model, wrt)
     layout = layout_of(device_mesh, model, rules or {}, scope)
-    dtype = jnp.float32 if precision == "float32" else jnp.bfloat16
+    dtype = jnp.dtype(compute_dtype(precision))
     split = to_be_split(layout, model, shard)
     options = ZeroOptions(zero, summed=scope != "batch", wrt=wrt, may_split=split)
     forward: Forward

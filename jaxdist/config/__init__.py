@@ -311,6 +311,17 @@ class Config(Section):
         assert self.run_dir is not None
         return self.run_dir
 
+    def with_precision(self, cpu: bool) -> Config:
+        """Return the configuration with the precision that `auto` stands for on CPUs, or else on GPUs."""
+        if self.precision != "auto":
+            return self
+        return self.model_copy(update={"precision": "float32" if cpu else "bfloat16"})
+
+
+def compute_dtype(precision: str) -> Literal["float32", "bfloat16"]:
+    """Return the dtype in which a step computes; `auto` counts as bfloat16."""
+    return "float32" if precision == "float32" else "bfloat16"
+
 
 def leaves(section: BaseModel, prefix: str = "") -> dict[str, object]:
     """Return every knob by its dotted name: `{"mesh": ..., "model.layers": ...}`."""

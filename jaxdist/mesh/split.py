@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
-from jaxdist.config import Config
+from jaxdist.config import Config, compute_dtype
 from jaxdist.mesh import BATCH_AXES, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES
 from jaxdist.mesh.context import WIDE, Choice, Form, Heads, ring_bytes, ulysses_bytes
 from jaxdist.mesh.crossing import CrossingTraits, asked
@@ -43,8 +43,8 @@ def own_heads(count: int, parts: Count) -> Count:
 
 
 def compute_width(config: Config) -> int:
-    """Return the bytes of a number in the compute dtype; `config.precision` is resolved, or counts as bfloat16."""
-    return WIDE if config.precision == "float32" else 2
+    """Return the bytes of a number in the compute dtype."""
+    return WIDE if compute_dtype(config.precision) == "float32" else 2
 
 
 def saved_by_layer(remat: str, zero: int, pipelined: bool) -> str:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxdist import __version__
-from jaxdist.config import Config
+from jaxdist.config import Config, compute_dtype
 from jaxdist.config.trained import merged
 from jaxdist.files import write_whole
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
@@ -78,7 +78,7 @@ def write_folder(config: Config, which: str, path: Path, dtype: str) -> dict[str
     """
     folder = RunFolder(config.folder)
     run = folder.path
-    dtype = dtype or kept_dtype(run) or _compute_dtype(config)
+    dtype = dtype or kept_dtype(run) or compute_dtype(config.precision)
     own = read_tokenizer(folder.tokenizer_source) if folder.tokenizer.is_file() else None
     files = small_files(read_kept(run), config.model, dtype, own)
     path.mkdir()
@@ -109,11 +109,6 @@ def weights(config: Config, checkpoints: Checkpoints, found: Found) -> Iterator[
     base = base_for(config, found.store.step_dir.facts(found.step))
     with base.merged(config.model, checkpoints.arrays(found, "params")) as arrays:
         yield arrays
-
-
-def _compute_dtype(config: Config) -> str:
-    """Return the dtype in which a run computes."""
-    return "float32" if config.precision == "float32" else "bfloat16"
 
 
 @dataclass(frozen=True)

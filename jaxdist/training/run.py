@@ -15,7 +15,7 @@ from jaxtyping import Array, Key
 
 from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
-from jaxdist.config import Config, RequestError
+from jaxdist.config import Config, RequestError, compute_dtype
 from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.mesh import REPLICA, make_mesh, parse_mesh
 from jaxdist.mesh.split import Split
@@ -85,8 +85,7 @@ class Run:
         self.device = gpu or (devices or jax.devices())[0]
         """One of the devices, or its description; all are of its kind."""
         # First, because the form of attention over `context` depends on it, and sizes must fit that form.
-        precision = _precision(config.precision, self.device.platform)
-        self.config = config = config.model_copy(update={"precision": precision})
+        self.config = config = config.with_precision(cpu=self.device.platform == "cpu")
         self.split = split = Split(config, self.mesh.shape)
         check_mesh_fits(split, batch)
         self.layout = Layout.of(split, self.mesh, self.device)
@@ -145,7 +144,7 @@ class Run:
     @property
     def dtype(self) -> jnp.dtype:
         """The compute dtype of the model."""
-        return jnp.dtype(jnp.float32 if self.config.precision == "float32" else jnp.bfloat16)
+        return jnp.dtype(compute_dtype(self.config.precision))
 
     @property
     def against_overflow(self) -> str:
@@ -305,9 +304,3 @@ def lower_step(config: Config, devices: Sequence[jax.Device], sites: int = 1) ->
     run.steps = max(config.train.steps, 1)
     with jax.set_mesh(run.mesh):
         return run.lower()
-
-
-def _precision(requested: str, platform: str) -> str:
-    if requested != "auto":
-        return requested
-    return "float32" if platform == "cpu" else "bfloat16"

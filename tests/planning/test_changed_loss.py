@@ -18,7 +18,7 @@ from jaxdist.planning.predicted_collectives import F32
 from jaxdist.planning.search import automatic, slow_link
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate, sharded_model
-from jaxdist.planning.search.plan import Plan, search, with_precision
+from jaxdist.planning.search.plan import Plan, search
 from jaxdist.planning.search.questions import why_not
 from jaxdist.planning.transfer_time import merge_calls, seconds
 from jaxdist.request import load
@@ -38,7 +38,7 @@ CODED = 1 + 4 / 256
 
 
 def asked(**more: str) -> Config:
-    return with_precision(load("gpt2_124m", {"train.global_batch_size": "64"} | more), "h100")
+    return load("gpt2_124m", {"train.global_batch_size": "64"} | more).with_precision(cpu=False)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from jaxdist.planning.collective_time import (
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, Transfer
 from jaxdist.planning.search.candidates import candidates, meshes
 from jaxdist.planning.search.estimate import estimate
-from jaxdist.planning.search.plan import TIE, complexity, search, with_precision
+from jaxdist.planning.search.plan import TIE, complexity, search
 from jaxdist.planning.transfer_time import misplaced, warnings
 from jaxdist.planning.transfer_time import seconds as seconds_of
 from jaxdist.request import load
@@ -184,7 +184,7 @@ def test_the_cost_of_an_outer_step_is_divided_among_the_local_steps():
 
 
 def with_model(name: str) -> tuple[Config, Model]:
-    wanted = with_precision(load(name, BATCH), "h100")
+    wanted = load(name, BATCH).with_precision(cpu=False)
     return wanted, build(wanted.model)
 
 

@@ -107,7 +107,7 @@ def search(config: Config, devices: int, cluster: Cluster) -> Plan:
     """
     check_covered(config)
     check_sites(cluster, devices)
-    config = with_precision(config, cluster.gpu)
+    config = config.with_precision(cpu=cluster.gpu == "cpu")
     model = build_decoder(config.model)
     shapes = meshes(config, devices)
     if not shapes:
@@ -138,16 +138,6 @@ def check_covered(config: Config) -> None:
     other = [f"parallel.rules.{dim} '{axis}'" for dim, axis in config.parallel.rules if axis != MODEL]
     if other:
         raise RequestError(f"plan splits tensors by the default rules, but {', '.join(other)} is set; leave it out")
-
-
-def with_precision(config: Config, gpu: str) -> Config:
-    """Return `config` with the precision that `auto` stands for on this GPU.
-
-    A plan is made for GPUs that need not be here, so that it cannot ask the devices.
-    """
-    if config.precision != "auto":
-        return config
-    return config.model_copy(update={"precision": "float32" if gpu == "cpu" else "bfloat16"})
 
 
 def _predict_best(plan: Plan) -> list[Estimate]:
