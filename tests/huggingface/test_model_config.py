@@ -13,8 +13,7 @@ from tests.huggingface import configs
 from tests.huggingface.configs import small
 
 GOLDEN = Path(__file__).parent / "golden"
-TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3_moe", "gpt2")
-ROUTED_TYPES = ("mixtral", "olmoe", "qwen3_moe")
+ROUTED_TYPES = [name for name, kind in MODEL_TYPES.items() if kind.family == "moe"]
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 
 
@@ -77,7 +76,7 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_an_absent_key_has_the_default_of_transformers(model_type):
     found = values(dict(model_type=model_type))
     assert {knob: found[knob] for knob in DEFAULTS[model_type]} == DEFAULTS[model_type]
@@ -95,13 +94,13 @@ LONGEST = {
 }
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_the_longest_sequence_has_the_default_of_transformers(model_type):
     folder = Folder(Path("model"), dict(model_type=model_type))
     assert longest_sequence(folder, model_values(folder)) == LONGEST[model_type]
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_small_config_is_accepted(model_type):
     assert values(small(model_type))["embed"] == 64
 
