@@ -299,8 +299,8 @@ def _computes(kind: ModelType, model: ModelConfig) -> bool:
         return False
     implied = {"qkv_bias": False, "qk_norm": "none", **kind.implied}
     # How a run balances its experts does not change what the model computes.
-    implied.pop("balance_rate", None)
-    return all(getattr(model, knob) == value for knob, value in implied.items())
+    free = {"balance_rate", *(setting.knob for setting in kind.settings.values())}
+    return all(getattr(model, knob) == value for knob, value in implied.items() if knob not in free)
 
 
 def _invalid(values: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
