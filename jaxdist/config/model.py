@@ -40,14 +40,20 @@ class Traits(NamedTuple):
     """Whether it has dropout."""
     biased: bool = False
     """Whether each of its matmuls adds a bias."""
+    activation: Literal["gelu", "silu"] = "gelu"
+    """What an MLP applies to its hidden layer, or to its gate."""
+    norm_offset: float = 0.0
+    """What is added to the scale of each RMS norm; the scale itself begins at 1 minus this."""
+    scaled_embedding: bool = False
+    """Whether the vectors of tokens are multiplied by the root of their width."""
     routed: bool = False
     """Whether each MLP is a mixture of experts, of which a router chooses some for each token."""
 
 
 FAMILIES = {
     "gpt": Traits(text=True, dropout=True, biased=True),
-    "llama": Traits(text=True, rotary=True, grouped=True, gated=True),
-    "moe": Traits(text=True, rotary=True, grouped=True, gated=True, routed=True),
+    "llama": Traits(text=True, rotary=True, grouped=True, gated=True, activation="silu"),
+    "moe": Traits(text=True, rotary=True, grouped=True, gated=True, activation="silu", routed=True),
     "cnn": Traits(text=False, dropout=True),
     "resnet18": Traits(text=False),
     "resnet50": Traits(text=False),
@@ -191,6 +197,11 @@ class ModelConfig(Section):
     def head_size(self) -> int:
         """Size of a head (H), with the default filled in."""
         return self.head_dim or self.embed // self.heads
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the vectors of tokens are multiplied by."""
+        return math.sqrt(self.embed) if self.traits.scaled_embedding else 1.0
 
     @property
     def position_rows(self) -> int:

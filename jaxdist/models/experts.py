@@ -25,6 +25,7 @@ from jaxdist.config import ModelConfig
 from jaxdist.config.matmuls import matmuls_of
 from jaxdist.models.decoder import Aux
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
+from jaxdist.models.layers import Activation, activation_of
 from jaxdist.models.parameters import constant, weight_of
 from jaxdist.parallel import region
 from jaxdist.parallel.experts import ROUTING, Dispatch, rounds_for
@@ -88,6 +89,7 @@ class Experts(nnx.Module):
         shared = config.shared_experts > 0
         self.layout = layout
         self.router_rule = Router.of(config)
+        self.activation = activation_of(config)
         self.capacity_factor = config.capacity_factor
         self.router = weight_of(rngs, matmuls["mlp.router"])
         self.balance = constant(0.0, (config.experts,), (STEERED,), exact=True)
@@ -172,11 +174,11 @@ class Experts(nnx.Module):
         b, s, d = x.shape
         k = rule.per_token
         rounds = rounds_for(b * s, k, rule.experts, self.capacity_factor)
-        dispatch = Dispatch(layout, rounds, alone=not self.layout.manual)
+        dispatch = Dispatch(layout, rounds, self.activation, alone=not self.layout.manual)
         y, taken = dispatch(x.reshape(-1, d), p.reshape(-1, k), choice.reshape(-1, k), gate_up, down)
         y = y.reshape(b, s, d)
         if shared:
-            y = y + _shared_expert(layout, x, *shared)
+            y = y + _shared_expert(layout, self.activation, x, *shared)
         y = leave(layout, y, layout.split("mlp"))
 
         # A row's loss is whole on each device that holds a part of the row.
@@ -226,16 +228,20 @@ def route(
 
 
 def _shared_expert(
-    layout: Layout, x: Float[Array, "b s D"], gate_up: Float[Array, "D 2 F"], down: Float[Array, "F D"]
+    layout: Layout,
+    activation: Activation,
+    x: Float[Array, "b s D"],
+    gate_up: Float[Array, "D 2 F"],
+    down: Float[Array, "F D"],
 ) -> Float[Array, "b s D"]:
     """Return the result of the MLP that every token goes through: a partial sum over the axes that split F."""
     h = einsum(layout, "BSD,DCF->BSCF", x, gate_up)
-    return _gate_and_contract(layout, h, down)
+    return _gate_and_contract(layout, activation, h, down)
 
 
-@partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
-def _gate_and_contract(layout: Layout, h: jax.Array, down: jax.Array) -> jax.Array:
-    return einsum(layout, "BSF,FD->BSD", jax.nn.silu(h[:, :, 0]) * h[:, :, 1], down)
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=(0, 1))
+def _gate_and_contract(layout: Layout, activation: Activation, h: jax.Array, down: jax.Array) -> jax.Array:
+    return einsum(layout, "BSF,FD->BSD", activation(h[:, :, 0]) * h[:, :, 1], down)
 
 
 def direction(load: Float[Array, "... E"]) -> Int[Array, "... E"]:

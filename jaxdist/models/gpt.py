@@ -12,6 +12,7 @@ from jaxdist.models.dropout import dropout
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.layers import MLP, Attention, LayerNorm
 from jaxdist.models.parameters import weight
+from jaxdist.models.scores import Scores
 from jaxdist.parallel.tensor import lookup
 from jaxdist.sharding import POSITIONS, RESIDUAL, Layout, spread
 
@@ -33,7 +34,7 @@ class GPT(Decoder):
     def make_block(cls, config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> Block:
         """Return one layer with new parameters."""
         norm1, norm2 = (LayerNorm(config.embed, config.norm_eps) for _ in range(2))
-        attention = Attention(config, layout, rngs)
+        attention = Attention(config, layout, rngs, Scores.of(config.head_size, config.window))
         return Block(layout, config.dropout, norm1, attention, norm2, MLP(config, layout, rngs))
 
     def embed(self, tokens: Int[Array, "B S"], inputs: BlockInputs) -> Float[Array, "B s D"]:

@@ -51,24 +51,38 @@ def _layer_norm(eps: float, x: jax.Array, scale: jax.Array, bias: jax.Array) -> 
 class RMSNorm(nnx.Module):
     """Root mean square normalisation over the last dim (Zhang and Sennrich 2019, eq. 4), computed in f32 at least.
 
-    `eps` is added to the mean square. The scale has the logical axis `logical`: "norm" on the residual stream,
-    "head_norm" where each head is normalised.
+    `eps` is added to the mean square, and `offset` to the scale. The scale has the logical axis `logical`: "norm" on
+    the residual stream, "head_norm" where each head is normalised.
     """
 
-    def __init__(self, size: int, eps: float, logical: str = "norm"):
+    def __init__(self, size: int, eps: float, offset: float = 0.0, logical: str = "norm"):
         self.eps = eps
-        self.scale = constant(1.0, (size,), (logical,))
+        self.offset = offset
+        self.scale = constant(1.0 - offset, (size,), (logical,))
+
+    @classmethod
+    def of(cls, config: ModelConfig, size: int, logical: str = "norm") -> RMSNorm:
+        """Return a norm over `size` values as the family has it."""
+        return cls(size, config.norm_eps, config.traits.norm_offset, logical)
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Return x / root mean square * scale, in the dtype of `x`."""
-        return _rms_norm(self.eps, x, self.scale[...])
+        """Return x / root mean square * (offset + scale), in the dtype of `x`."""
+        return _rms_norm(self.eps, self.offset, x, self.scale[...])
 
 
-@partial(recomputed, static_argnums=0)
-def _rms_norm(eps: float, x: jax.Array, scale: jax.Array) -> jax.Array:
+@partial(recomputed, static_argnums=(0, 1))
+def _rms_norm(eps: float, offset: float, x: jax.Array, scale: jax.Array) -> jax.Array:
     y = x.astype(wide(x.dtype))
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + eps)
-    return (y * spread(scale, y)).astype(x.dtype)
+    return _times_scale(offset, y, scale).astype(x.dtype)
+
+
+def _times_scale(offset: float, y: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return `y` times (offset + scale), where `y` is in f32 at least."""
+    factor = spread(scale, y)
+    if offset:
+        factor = offset + factor.astype(y.dtype)
+    return y * factor
 
 
 class CausalAttention(nnx.Module):
@@ -109,10 +123,10 @@ class CausalAttention(nnx.Module):
 class Attention(CausalAttention):
     """Causal multi-head self-attention (Vaswani et al. 2017, section 3.2); one matmul makes query, key and value."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs, scores: Scores):
         matmuls = matmuls_of(config)
         self.layout = layout
-        self.scores = Scores.of(config.head_size, config.window)
+        self.scores = scores
         self.qkv = Column(layout, rngs, matmuls["attention.qkv"])
         self.qkv_bias = bias_of(matmuls["attention.qkv"])
         self.out = Row(layout, rngs, matmuls["attention.out"])
@@ -139,21 +153,21 @@ class GroupedAttention(CausalAttention):
 
     One matmul makes them all: C = G + 2 heads for each key/value head, the G queries that it serves, its key and its
     value. The model axis splits K; where it has more devices, each key and value is on several (`parallel.heads`), and
-    here K and G are those of the weight in use. The positions are rotary (Su et al. 2021).
+    here K and G are those of the weight in use. The positions are rotary (Su et al. 2021); `theta` is their base.
     """
 
-    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs, scores: Scores, theta: float):
         size = config.head_size
         matmuls = matmuls_of(config)
         self.layout = layout
-        self.frequencies = tuple(config.rope.frequencies(config.rope_theta, size))
+        self.frequencies = tuple(config.rope.frequencies(theta, size))
         self.attention_factor = config.rope.attention_factor
-        self.scores = Scores.of(config.head_size, config.window)
+        self.scores = scores
         self.qkv = Column(layout, rngs, matmuls["attention.qkv"])
         self.qkv_bias = bias_of(matmuls["attention.qkv"]) if matmuls["attention.qkv"].bias else None
         of_head = config.qk_norm == "head"
-        self.q_norm = RMSNorm(size, config.norm_eps, "head_norm") if of_head else None
-        self.k_norm = RMSNorm(size, config.norm_eps, "head_norm") if of_head else None
+        self.q_norm = RMSNorm.of(config, size, "head_norm") if of_head else None
+        self.k_norm = RMSNorm.of(config, size, "head_norm") if of_head else None
         self.qk_norm = FullNorm(config, layout) if config.qk_norm == "full" else None
         self.out = Row(layout, rngs, matmuls["attention.out"])
 
@@ -194,18 +208,19 @@ class FullNorm(nnx.Module):
         heads = (config.key_value_heads, group + 1, config.head_size)
         self.layout = layout
         self.eps = config.norm_eps
-        self.scale = constant(1.0, heads, ("normed_kv_heads", None, None))
+        self.offset = config.traits.norm_offset
+        self.scale = constant(1.0 - self.offset, heads, ("normed_kv_heads", None, None))
 
     def __call__(
         self, q: Float[Array, "B S K G H"], k: Float[Array, "B S K 1 H"]
     ) -> tuple[Float[Array, "B S K G H"], Float[Array, "B S K 1 H"]]:
-        """Return queries and keys, each over their root mean square, times their scales."""
+        """Return queries and keys, each over their root mean square, times (offset + their scales)."""
         # One array [B, S, 1, 2], so that one all-reduce serves both.
         means = mean_over_heads(self.layout, _squares_of_heads(q, k))
         of_queries, of_key = jax.lax.split(self.scale[...], (q.shape[3], 1), axis=1)
         return (
-            _scaled(self.eps, q, means[..., :1, None], of_queries),
-            _scaled(self.eps, k, means[..., 1:, None], of_key),
+            _scaled(self.eps, self.offset, q, means[..., :1, None], of_queries),
+            _scaled(self.eps, self.offset, k, means[..., 1:, None], of_key),
         )
 
 
@@ -216,10 +231,10 @@ def _squares_of_heads(q: jax.Array, k: jax.Array) -> Float[Array, "B S K 2"]:
     return jnp.stack(both, axis=3)
 
 
-@partial(recomputed, static_argnums=0)
-def _scaled(eps: float, x: jax.Array, mean_square: jax.Array, scale: jax.Array) -> jax.Array:
+@partial(recomputed, static_argnums=(0, 1))
+def _scaled(eps: float, offset: float, x: jax.Array, mean_square: jax.Array, scale: jax.Array) -> jax.Array:
     y = x.astype(wide(x.dtype)) * jax.lax.rsqrt(mean_square + eps)
-    return (y * spread(scale, y)).astype(x.dtype)
+    return _times_scale(offset, y, scale).astype(x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 3))
@@ -288,12 +303,22 @@ def _gelu_backward(slope: jax.Array, g: jax.Array) -> tuple[jax.Array]:
 gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
+Activation = Callable[[jax.Array], jax.Array]
+"""A function of each value by itself."""
+
+
+def activation_of(config: ModelConfig) -> Activation:
+    """Return the activation of the MLPs of a family."""
+    return {"gelu": gelu, "silu": jax.nn.silu}[config.traits.activation]
+
+
 class MLP(nnx.Module):
-    """Two layers around a GELU."""
+    """Two layers around an activation, with biases."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         matmuls = matmuls_of(config)
         self.layout = layout
+        self.activation = activation_of(config)
         self.up = Column(layout, rngs, matmuls["mlp.up"])
         self.up_bias = bias_of(matmuls["mlp.up"])
         self.down = Row(layout, rngs, matmuls["mlp.down"])
@@ -301,30 +326,31 @@ class MLP(nnx.Module):
         self.down_bias = bias_of(matmuls["mlp.down"], forward_only=True)
 
     def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
-        """Return gelu(x up + up_bias) down + down_bias."""
+        """Return activation(x up + up_bias) down + down_bias."""
         h = self.up(x, inputs)
 
         def activated(h: jax.Array, bias: jax.Array) -> jax.Array:
-            return gelu(h + spread(bias, h))
+            return self.activation(h + spread(bias, h))
 
         out = self.down.after(activated, (h, self.up_bias[...]), inputs)
         return out + spread(self.down_bias[...], out)
 
 
-class SwiGLU(nnx.Module):
-    """Two layers around silu(gate) times up (Shazeer 2020, eq. 6); one matmul makes gate and up."""
+class GatedMLP(nnx.Module):
+    """Two layers around activation(gate) times up (Shazeer 2020, section 2); one matmul makes gate and up."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
         matmuls = matmuls_of(config)
         self.layout = layout
+        self.activation = activation_of(config)
         self.gate_up = Column(layout, rngs, matmuls["mlp.gate_up"])
         self.down = Row(layout, rngs, matmuls["mlp.down"])
 
     def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
-        """Return (silu(x gate) * x up) down."""
+        """Return (activation(x gate) * x up) down."""
         h = self.gate_up(x, inputs)
 
         def gated(h: jax.Array) -> jax.Array:
-            return jax.nn.silu(h[:, :, 0]) * h[:, :, 1]
+            return self.activation(h[:, :, 0]) * h[:, :, 1]
 
         return self.down.after(gated, (h,), inputs)

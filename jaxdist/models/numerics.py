@@ -23,7 +23,7 @@ from jaxdist.config.rope_scaling import RopeScaling
 from jaxdist.mesh import CONTEXT, make_mesh, parse_mesh
 from jaxdist.mesh.context import zigzag
 from jaxdist.models.attention import causal_attention
-from jaxdist.models.layers import RMSNorm, SwiGLU, rotary
+from jaxdist.models.layers import GatedMLP, RMSNorm, rotary
 from jaxdist.models.loss import cross_entropy
 from jaxdist.models.ring_blocks_cudnn import CudnnBlocks
 from jaxdist.models.scores import Scores
@@ -254,7 +254,7 @@ def _swiglu(
     layout: Layout, x: Float[Array, "B S D"], gate_up: Float[Array, "D 2 F"], down: Float[Array, "F D"]
 ) -> Array:
     mlp_size, embed = down.shape
-    mlp = SwiGLU(ModelConfig(family="llama", embed=embed, mlp=mlp_size), layout, nnx.Rngs(0))
+    mlp = GatedMLP(ModelConfig(family="llama", embed=embed, mlp=mlp_size), layout, nnx.Rngs(0))
     mlp.gate_up.weight = nnx.Param(gate_up)
     mlp.down.weight = nnx.Param(down)
     return mlp(x)

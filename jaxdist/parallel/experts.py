@@ -192,6 +192,8 @@ class Dispatch:
 
     layout: Layout
     rounds: Rounds
+    activation: Callable[[jax.Array], jax.Array]
+    """What each expert applies to its gate."""
     alone: bool = True
     """Whether the region is that of this layer alone, and not a pipeline's, which may put off gradients of weights."""
 
@@ -253,7 +255,7 @@ class Dispatch:
         weight = self._exchange(take(p.reshape(-1, 1), choices))
         gate, up = jnp.split(grouped(self.layout, "RED,EDG->REG", rows, gate_up), 2, -1)
         # Weighted before the second product, whose result the backward pass then does not need.
-        h = jax.nn.silu(gate) * up * weight
+        h = self.activation(gate) * up * weight
         return add_up(self._exchange(grouped(self.layout, "REF,EFD->RED", h, down)), tokens)
 
     def _exchange(self, rows: Float[Array, "R E D"]) -> Float[Array, "R E D"]:

@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxdist import models
-from jaxdist.config import Config, ModelConfig, ParallelConfig
-from jaxdist.models.layers import rotary
+from jaxdist.config import FAMILIES, Config, ModelConfig, ParallelConfig
+from jaxdist.models.inputs import NO_INPUTS
+from jaxdist.models.layers import GroupedAttention, rotary
+from jaxdist.models.scores import Scores
 from jaxdist.request import load
 from jaxdist.training.run import Run
 from tests.models import plain
@@ -59,17 +62,25 @@ def attention(x, p, config):
     return jnp.tensordot(jnp.einsum("bnst,btnh->bsnh", p_attend, v), p["out"], 2)
 
 
-def mlp(x, p):
+def silu(x):
+    return x / (1 + jnp.exp(-x))
+
+
+def gelu(x):
+    return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def mlp(x, p, activation):
     gate, up = x @ p["gate_up"][:, 0], x @ p["gate_up"][:, 1]
-    return (gate / (1 + jnp.exp(-gate)) * up) @ p["down"]
+    return (activation(gate) * up) @ p["down"]
 
 
-def reference(config, params, tokens):
+def reference(config, params, tokens, embedding_scale=1.0, activation=silu):
     """Logits."""
-    x = params["table"][tokens]
+    x = embedding_scale * params["table"][tokens]
     for layer in plain.layers(params, config.layers):
         x = x + attention(norm(x, layer["norm1"], config.norm_eps), layer["attention"], config)
-        x = x + mlp(norm(x, layer["norm2"], config.norm_eps), layer["mlp"])
+        x = x + mlp(norm(x, layer["norm2"], config.norm_eps), layer["mlp"], activation)
     return norm(x, params["norm"], config.norm_eps) @ params.get("output", params["table"]).T
 
 
@@ -91,6 +102,34 @@ ADDITIONS = {
 def test_biases_norms_head_sizes_and_scaled_positions_are_the_papers(one_device, knobs):
     config = CONFIG.model_copy(update={"rope_theta": 100.0, **knobs})
     plain.assert_same(one_device, models.build(config, one_device), partial(reference, config), noise=0.1)
+
+
+@pytest.mark.parametrize("qk_norm", ["head", "full"])
+def test_values_of_another_family_are_its_row(one_device, monkeypatch, qk_norm):
+    """Gemma's: GeGLU, norms that multiply by 1 + w, and vectors of tokens times the root of their width."""
+    row = FAMILIES["llama"]._replace(activation="gelu", norm_offset=1.0, scaled_embedding=True)
+    monkeypatch.setitem(FAMILIES, "llama", row)
+    config = CONFIG.model_copy(update={"qk_norm": qk_norm})
+
+    def theirs(params, tokens):
+        moved = jax.tree.map_with_path(lambda path, w: 1 + w if "scale" in jax.tree_util.keystr(path) else w, params)
+        return reference(config, moved, tokens, math.sqrt(32), gelu)
+
+    model = models.build(config, one_device)
+    plain.assert_same(one_device, model, theirs, noise=0.1)
+    assert not np.any(jax.jit(model.init)(jax.random.key(0))["norm"]["scale"])
+
+
+def test_attention_has_a_base_and_scores_of_its_own(one_device):
+    """The base is that of the layer, and not of the configuration; so is the scale."""
+    module = GroupedAttention(CONFIG, one_device, nnx.Rngs(0), Scores(3 * 8**-0.5), theta=50.0)
+    x = jax.random.normal(jax.random.key(0), (2, 24, 32))
+    weights = {"qkv": 5 * module.qkv.weight[...], "out": module.out.weight[...]}
+    module.qkv.weight[...] = weights["qkv"]
+    of_queries = weights["qkv"].at[:, :, :-2].multiply(3)
+    with jax.numpy_rank_promotion("allow"):
+        wanted = attention(x, weights | {"qkv": of_queries}, CONFIG.model_copy(update={"rope_theta": 50.0}))
+    np.testing.assert_allclose(module(x, NO_INPUTS)[0], wanted, atol=1e-5)
 
 
 def test_scales_and_biases_of_attention_do_not_decay():
