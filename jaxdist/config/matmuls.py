@@ -5,17 +5,17 @@ Face, and predictions of memory, traffic and time read them. A model that multip
 here, and its own way of using them in `models/`.
 
 The letters of dims: D is the residual stream, N the query heads, K the heads of keys and values, G the query heads that
-share one of them, H the size of a head, F the width of the MLP or of an expert, E the experts, V the vocabulary, and S
-the rows of a table of positions. C counts the weights that lie side by side in one array, so that one matmul serves all
-of them.
+share one of them, H the size of a head, U that of a value where it is another, F the width of the MLP or of an expert,
+E the experts, V the vocabulary, and S the rows of a table of positions. C counts the weights that lie side by side in
+one array, so that one matmul serves all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from jaxdist.config.model import ModelConfig
@@ -29,8 +29,11 @@ FUSED = "C"
 EXPERTS = "E"
 """The letter along which the weights of experts are stacked; each token sees a few of them."""
 
-AXES = {"D": "embed", "N": "heads", "K": "kv_heads", "F": "mlp", "E": "experts"}
-"""The logical axes of a weight's dims; those of other letters have no name."""
+AXES = {"D": "embed", "N": "heads", "F": "mlp", "E": "experts"}
+"""The logical axes of a weight's dims, but for K; those of other letters have no name."""
+
+KV_AXES = ("kv_heads_of_queries", "kv_heads_alone", "kv_heads")
+"""The logical axes of K, by how many of key and value stand in the dim behind it."""
 
 SPLIT = {"N": "heads", "K": "heads", "F": "mlp"}
 """The logical axis that the model axis splits, by the letters that it may split."""
@@ -105,12 +108,13 @@ class Matmul:
     @property
     def axes(self) -> tuple[str | None, ...]:
         """The logical axes of the array's dims."""
-        return self.whole or tuple(AXES.get(letter) for letter in self.letters)
+        return self.whole or self.axes_of(self.letters, self.parts)
 
     @property
     def bias_axes(self) -> tuple[str | None, ...]:
         """The logical axes of the bias's dims: on the residual stream it is one of the vectors that all devices add."""
-        return tuple("norm" if letter == STREAM else AXES.get(letter) for letter in self.outputs)
+        axes = self.axes_of(self.outputs, self.parts)
+        return tuple("norm" if letter == STREAM else axis for letter, axis in zip(self.outputs, axes, strict=True))
 
     @property
     def split(self) -> str:
@@ -156,6 +160,11 @@ class Matmul:
         """The number of its values that multiply one token."""
         return self.elements_of_expert * self.chosen
 
+    def axes_of(self, letters: str, parts: Sequence[Part]) -> tuple[str | None, ...]:
+        """Return the logical axes of dims, in an array that has these parts of the weight."""
+        axes = AXES | {"K": KV_AXES[sum("K" in part.outputs for part in parts)]}
+        return tuple(axes.get(letter) for letter in letters)
+
     def size(self, letters: str) -> int:
         """Return how many values these letters count."""
         return math.prod(self.sizes[letter] for letter in letters)
@@ -189,6 +198,24 @@ def matmuls_of(config: ModelConfig) -> dict[str, Matmul]:
     """Return the weights of a layer that multiply tokens, by their paths, in the order in which a token meets them."""
     rows = [*_attention(config), *(_experts(config) if config.traits.routed else _mlp(config))]
     return {row.path: row for row in rows}
+
+
+class HeadSizes(NamedTuple):
+    """How many values a head has."""
+
+    key: int
+    """Of a query and of a key."""
+    value: int
+    """Of a value, and so of what a query finds."""
+
+
+def head_sizes_of(config: ModelConfig) -> HeadSizes:
+    """Return the sizes of heads that the weights of attention make."""
+    sizes = {}
+    for matmul in _attention(config):
+        for part in matmul.parts:
+            sizes[part.name] = matmul.size(part.outputs.replace("K", ""))
+    return HeadSizes(sizes["k_proj"], sizes["v_proj"])
 
 
 def columns_of(config: ModelConfig) -> dict[str, list[Matmul]]:

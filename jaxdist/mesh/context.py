@@ -60,6 +60,15 @@ class Heads(NamedTuple):
     """N / model"""
     key_value: int
     """K / model, or 1 where the key/value heads are dealt out (`parallel.heads`)."""
+    key_size: int
+    """Values of a query and of a key."""
+    value_size: int
+    """Values of a value, and of what a query finds."""
+
+    @property
+    def keys_and_values(self) -> int:
+        """The elements of a token's keys and values."""
+        return self.key_value * (self.key_size + self.value_size)
 
 
 def repeated_heads(key_value: int, ranks: int) -> int:
@@ -99,18 +108,19 @@ def ring_bytes(elements: int, ranks: int, width: int) -> int:
     return (sent.forward + sent.backward + sent.home) * width + sent.sums * WIDE
 
 
-def ulysses_elements(tokens: int, heads: Heads, head_size: int, ranks: int) -> int:
+def ulysses_elements(tokens: int, heads: Heads, ranks: int) -> int:
     """Return the elements that a device exchanges for its `tokens` in one pass of a layer, for Ulysses.
 
     Queries, keys and values go out, and the result comes back; in the backward pass their gradients do the opposite.
     A device keeps 1 / `ranks` of them for itself.
     """
-    return tokens * (2 * heads.query + 2 * repeated_heads(heads.key_value, ranks)) * head_size
+    sent = heads.query + repeated_heads(heads.key_value, ranks)
+    return tokens * sent * (heads.key_size + heads.value_size)
 
 
-def ulysses_bytes(tokens: int, heads: Heads, head_size: int, ranks: int, width: int) -> int:
+def ulysses_bytes(tokens: int, heads: Heads, ranks: int, width: int) -> int:
     """Return the bytes that a device sends for its `tokens` in both passes of a layer, for Ulysses."""
-    return 2 * ulysses_elements(tokens, heads, head_size, ranks) * width * (ranks - 1) // ranks
+    return 2 * ulysses_elements(tokens, heads, ranks) * width * (ranks - 1) // ranks
 
 
 class Choice(NamedTuple):

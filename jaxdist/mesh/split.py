@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
-from jaxdist.config import Config, compute_dtype
+from jaxdist.config import Config, ModelConfig, compute_dtype
+from jaxdist.config.matmuls import head_sizes_of
 from jaxdist.mesh import BATCH_AXES, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES
 from jaxdist.mesh.context import WIDE, Choice, Form, Heads, ring_bytes, ulysses_bytes
 from jaxdist.mesh.crossing import CrossingTraits, asked
@@ -40,6 +41,11 @@ def own_heads(count: int, parts: Count) -> Count:
     """
     # This form of max(1, count // parts) takes arrays too.
     return count // parts + (parts > count)
+
+
+def heads_of(model: ModelConfig, ways: int) -> Heads:
+    """Return the heads that each of the devices has in use that share them in so many `ways`."""
+    return Heads(model.heads // ways, own_heads(model.key_value_heads, ways), *head_sizes_of(model))
 
 
 def compute_width(config: Config) -> int:
@@ -146,7 +152,7 @@ class Split:
     def heads(self) -> Heads:
         """The heads that one rank of the model axis has in use."""
         ways = self.size(MODEL) if self.config.parallel.rules.heads else 1
-        return Heads(self.config.model.heads // ways, own_heads(self.config.model.key_value_heads, ways))
+        return heads_of(self.config.model, ways)
 
     @property
     def width(self) -> int:
@@ -228,11 +234,10 @@ def _choice(split: Split) -> Choice:
     config = split.config
     ranks = split.row_parts
     heads = split.heads
-    head_size = config.model.head_size
-    ring = ring_bytes(2 * heads.key_value * head_size, ranks, split.width)
+    ring = ring_bytes(heads.keys_and_values, ranks, split.width)
     ulysses = None
     if heads.query % ranks == 0:
-        ulysses = ulysses_bytes(1, heads, head_size, ranks, split.width)
+        ulysses = ulysses_bytes(1, heads, ranks, split.width)
     asked = config.parallel.context
 
     def chosen(form: Form, why: str) -> Choice:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from jaxdist.config import ModelConfig, lora
 from jaxdist.config.lora_targets import TARGETS
-from jaxdist.config.matmuls import AXES, FUSED, Matmul, matmuls_of
+from jaxdist.config.matmuls import FUSED, Matmul, matmuls_of
 from jaxdist.models.dropout import dropped, masks
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.parameters import constant, normal
@@ -56,12 +56,9 @@ class Shape:
         """Return the shape of a pair beside the weight of `matmul`, or beside the piece of it that `target` names."""
         (part,) = (part for part in matmul.parts if part.name == target)
         sizes = {**matmul.sizes, FUSED: matmul.places(part)}
-        axes = dict(AXES)
-        if "K" in matmul.outputs:
-            axes["K"] = "kv_heads_of_queries" if "N" in part.outputs else "kv_heads_alone"
 
         def of(letters: str) -> tuple[tuple[int, ...], LogicalAxes]:
-            return tuple(sizes[letter] for letter in letters), tuple(axes.get(letter) for letter in letters)
+            return tuple(sizes[letter] for letter in letters), matmul.axes_of(letters, [part])
 
         dims = f"BS{matmul.inputs},{matmul.inputs}R,R{matmul.outputs}->BS{matmul.outputs}"
         return cls(dims, *of(matmul.inputs), *of(matmul.outputs), f"rank_of_{matmul.split}")

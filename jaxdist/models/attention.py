@@ -87,7 +87,7 @@ def _on_parts_of_rows(
     at = layout.positions(q.shape[1])
     scores = scores.within(ranks * q.shape[1])
     blocks: Blocks = CudnnBlocks(scores.scale)
-    if why_not_cudnn(layout, q.shape, q.dtype, starts is not None, scores.window):
+    if why_not_cudnn(layout, q.shape, q.dtype, starts is not None, scores.window, v.shape[3]):
         blocks = QueryBlocks(scores)
     ring = Ring(ranks, blocks, unroll=layout.platform == "cpu")
     queries = Queries(q, at, starts)
@@ -105,13 +105,13 @@ def _on_whole_rows(
 ) -> jax.Array:
     """Attend where each device holds whole rows."""
     scores = scores.within(q.shape[1])
-    if why_not_cudnn(layout, q.shape, q.dtype, starts is not None):
+    if why_not_cudnn(layout, q.shape, q.dtype, starts is not None, value_size=v.shape[3]):
         return _blocked_attention(scores, q, k, v, starts)
     return _cudnn_attention(layout, scores, q, k, v)
 
 
 def attention_kernel(
-    layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False, window: int = 0
+    layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False, window: int = 0, value_size: int = 0
 ) -> str:
     """Describe which attention runs for queries of `shape` [B, S, N, H] on the whole mesh, and why.
 
@@ -119,7 +119,7 @@ def attention_kernel(
     """
     sequence = shape[1]
     window = effective_window(window, sequence)
-    reason = why_not_cudnn(layout, shape, dtype, apart, window)
+    reason = why_not_cudnn(layout, shape, dtype, apart, window, value_size)
     within = " within documents" if apart else ""
     if window:
         within += f" in a window of {window:,} tokens"
@@ -138,16 +138,18 @@ def attention_kernel(
 
 
 def why_not_cudnn(
-    layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False, window: int = 0
+    layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False, window: int = 0, value_size: int = 0
 ) -> str:
     """Return why cuDNN attention cannot run for queries of `shape` [B, S, N, H] on the whole mesh; empty if it can.
 
-    `window` is 0 where it hides nothing.
+    `window` is 0 where it hides nothing, and `value_size` where values are of the size of queries.
     """
-    return beyond_cudnn(layout, shape, dtype, apart, window) or cudnn_missing()
+    return beyond_cudnn(layout, shape, dtype, apart, window, value_size) or cudnn_missing()
 
 
-def beyond_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False, window: int = 0) -> str:
+def beyond_cudnn(
+    layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False, window: int = 0, value_size: int = 0
+) -> str:
     """Return the same as `why_not_cudnn`, for devices that have cuDNN.
 
     The limits are those that jax.nn.dot_product_attention checks, and two that it does not: flash attention begins with
@@ -168,6 +170,8 @@ def beyond_cudnn(layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart
     largest = 256 if capability >= (9, 0) else 128
     if head_size % 8 or head_size > largest:
         return f"cuDNN attention takes heads of a multiple of 8 up to {largest} here, not of {head_size}"
+    if value_size not in (0, head_size):
+        return f"cuDNN attention takes values of the size of keys, and here they have {value_size} and {head_size}"
     # In a pipeline's region `shape` is a device's own part already.
     parts = 1 if layout.manual else layout.parts(BATCH) * layout.parts(SEQUENCE) * layout.parts("heads")
     elements = math.prod(shape) // parts

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxdist.config import ModelConfig
-from jaxdist.config.matmuls import SPLIT, STREAM, Matmul, matmuls_of
-from jaxdist.mesh.context import WIDE, Heads, ulysses_elements
-from jaxdist.mesh.split import own_heads
+from jaxdist.config.matmuls import SPLIT, STREAM, Matmul, head_sizes_of, matmuls_of
+from jaxdist.mesh.context import WIDE, ulysses_elements
+from jaxdist.mesh.split import heads_of, own_heads
 from jaxdist.models import ring_blocks
 from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows
 from jaxdist.models.loss import chunk_rows
@@ -70,8 +70,7 @@ def _widths(m: ModelConfig, layout: Layout) -> _Widths:
     heads = _own_size(layout, "N", m.heads)
     exchanged = 0
     if layout.parts(SEQUENCE) > 1 and not layout.zigzag:
-        shared = Heads(heads, _own_size(layout, "K", m.key_value_heads))
-        exchanged = ulysses_elements(1, shared, m.head_size, layout.parts(SEQUENCE))
+        exchanged = ulysses_elements(1, heads_of(m, layout.parts("heads")), layout.parts(SEQUENCE))
     return _Widths(
         residual=_own_size(layout, STREAM, m.embed),
         heads=heads,
@@ -222,7 +221,8 @@ def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:
     """
     # In a manual region an array has the rows of one device, elsewhere the rows of all ranks.
     ranks = 1 if layout.manual else layout.ranks
-    queries = (rows * ranks, m.sequence, m.heads, m.head_size)
+    sizes = head_sizes_of(m)
+    queries = (rows * ranks, m.sequence, m.heads, sizes.key)
     dtype = jnp.float32 if width == 4 else jnp.bfloat16
     window = effective_window(m.window, m.sequence)
-    return not beyond_cudnn(layout, queries, dtype, m.documents == "apart", window)
+    return not beyond_cudnn(layout, queries, dtype, m.documents == "apart", window, sizes.value)

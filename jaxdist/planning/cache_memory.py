@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxdist.mesh.split import own_heads
+from jaxdist.mesh.split import heads_of
 from jaxdist.output.units import counted, size
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.planning.sharded_model import ShardedModel
@@ -14,7 +14,7 @@ from jaxdist.sharding import SEQUENCE
 def cache_bytes(sharded: ShardedModel, rows: int) -> int:
     """Return the bytes of the cache on each device for a number of rows on the mesh: exact.
 
-    That is 2 L S K H numbers in the compute dtype for each row (Shazeer 2019, section 2.4.1), over the devices that
+    That is L S K (H + U) numbers in the compute dtype for each row (Shazeer 2019, section 2.4.1), over the devices that
     share them: rows over the batch, S over `context`, L over `pipeline`, and K over `model`, where fewer heads than
     devices are repeated. Uneven stages are padded.
     """
@@ -24,8 +24,8 @@ def cache_bytes(sharded: ShardedModel, rows: int) -> int:
     layers = stages.virtual * stages.depth if stages else sizes.layers
     own_rows = -(-rows // layout.ranks)
     slots = sizes.sequence // layout.parts(SEQUENCE)
-    heads = own_heads(sizes.key_value_heads, layout.parts("heads"))
-    return 2 * layers * own_rows * slots * heads * sizes.head_size * sharded.split.width
+    kept = heads_of(sizes, layout.parts("heads")).keys_and_values
+    return layers * own_rows * slots * kept * sharded.split.width
 
 
 def weight_bytes(sharded: ShardedModel) -> int:

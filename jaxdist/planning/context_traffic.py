@@ -1,14 +1,15 @@
 """Predict what crosses `context` in attention, as `parallel.context` sends it.
 
 Of n devices along `context`, each has S/n tokens of a row. In elements, for each layer and micro-batch, with N query
-and K key/value heads of size H on a device, and u = 2 K H S/n those of its keys and values:
+and K key/value heads on a device, of size H for keys and U for values, and u = K (H + U) S/n those of its keys and
+values:
 
     ring       forward    (n - 1) u              keys and values go round, by collective-permutes
                backward   (n - 1) u              once more
                           (n - 1) u in f32       sums of their gradients, one step behind
                           u                      the last of these sums, home
-    Ulysses    forward    (2 N + 2 K') H S/n     queries, keys, values, and the result, by all-to-alls
-               backward   (2 N + 2 K') H S/n     their gradients
+    Ulysses    forward    (N + K') (H + U) S/n   queries, keys, values, and the result, by all-to-alls
+               backward   (N + K') (H + U) S/n   their gradients
 
 K' is K, repeated until n divides it. Ulysses sends (n - 1)/n of these elements, and gathers the starts of documents.
 """
@@ -48,8 +49,7 @@ def predict(step: Step) -> Iterator[Transfer]:
 def _ring(step: Step) -> Iterator[Transfer]:
     layout = step.layout
     ranks = layout.size(CONTEXT)
-    heads = step.split.heads
-    sent = ring_elements(2 * heads.key_value * step.config.model.head_size * step.tokens, ranks)
+    sent = ring_elements(step.split.heads.keys_and_values * step.tokens, ranks)
     width = compute_width(step.config)
     passes = step.runs.passes
     # Keys and values are an array each.

@@ -202,7 +202,7 @@ class Step:
             schedule = pipe.schedule
             own = 1.0 if schedule.uniform else schedule.micro_batches * schedule.virtual / ticks["F"]
             runs = in_ticks(pipe.remat, ticks, pipe.stages.depth, pipe.stages.virtual, pipe.flush, own)
-        exchanged = ulysses_elements(1, split.heads, split.config.model.head_size, split.size(CONTEXT))
+        exchanged = ulysses_elements(1, split.heads, split.size(CONTEXT))
         return cls(split, sharded.layout, runs, split.tokens, split.length // length, exchanged, pipe)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxdist.config import ModelConfig
-from jaxdist.config.matmuls import matmuls_of
+from jaxdist.config.matmuls import head_sizes_of, matmuls_of
 from jaxdist.config.trained import trained_beside
 
 
@@ -61,7 +61,7 @@ def in_window(model: ModelConfig) -> str:
 
 def attention_flops_per_token(model: ModelConfig) -> float:
     """Return the forward FLOPs of attention's two matmuls of queries with keys, for one token in one layer."""
-    return 4 * keys_per_query(model) * model.heads * model.head_size
+    return 2 * keys_per_query(model) * model.heads * sum(head_sizes_of(model))
 
 
 def keys_per_query(model: ModelConfig) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from jaxdist.config import RequestError
+from jaxdist.config.matmuls import head_sizes_of
 from jaxdist.models import numerics
 from jaxdist.models.attention import why_not_cudnn
 from jaxdist.models.scores import effective_window
@@ -17,7 +18,7 @@ WINDOW = 100
 def queries(run: Run) -> tuple[int, int, int, int]:
     """Return the shape [B, S, N, H] of a micro-batch's queries on the whole mesh."""
     model = run.config.model
-    return run.split.rows * run.split.ranks, model.sequence, model.heads, model.head_size
+    return run.split.rows * run.split.ranks, model.sequence, model.heads, head_sizes_of(model).key
 
 
 def check_attention(run: Run) -> str:
@@ -31,7 +32,8 @@ def check_attention(run: Run) -> str:
     if model.images:
         return ""
     window = effective_window(model.window, model.sequence)
-    if why_not_cudnn(run.layout, queries(run), run.dtype, model.documents == "apart", window):
+    value_size = head_sizes_of(model).value
+    if why_not_cudnn(run.layout, queries(run), run.dtype, model.documents == "apart", window, value_size):
         return ""
     group = model.heads // model.key_value_heads
     device = jax.local_devices()[0]

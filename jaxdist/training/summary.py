@@ -17,6 +17,7 @@ import numpy as np
 from jaxdist import __version__
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.runtime import host_lines, notes
+from jaxdist.config.matmuls import head_sizes_of
 from jaxdist.mesh import CONTEXT, REPLICA, axes_across, describe
 from jaxdist.models.attention import attention_kernel
 from jaxdist.output.units import counted, size
@@ -180,7 +181,8 @@ def _kernel(run: Run) -> Row:
     if config.model.images:
         return "statistics", STATISTICS
     apart = config.model.documents == "apart"
-    return "attention", attention_kernel(run.layout, queries(run), run.dtype, apart, config.model.window)
+    value_size = head_sizes_of(config.model).value
+    return "attention", attention_kernel(run.layout, queries(run), run.dtype, apart, config.model.window, value_size)
 
 
 def _places(run: Run) -> list[Row]:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.models.attention import causal_attention
+from jaxdist.models.attention import beyond_cudnn, causal_attention
 from jaxdist.models.decoding import attend_to_slots
 from jaxdist.models.scores import Scores
+from jaxdist.sharding import Layout
 from tests.models import rings
 
 pytestmark = pytest.mark.smoke
@@ -32,6 +33,13 @@ def test_in_blocks(one_device):
 def test_over_context(form):
     given = heads(32)
     rings.assert_same(rings.by_ring(given, 2, None, SCORES, form), rings.by_hand(given, scores=SCORES))
+
+
+def test_cudnn_is_not_for_values_of_another_size():
+    layout = Layout((), "gpu", (), (9, 0))
+    reason = beyond_cudnn(layout, (2, 256, 4, 64), jnp.bfloat16, value_size=128)
+    assert reason == "cuDNN attention takes values of the size of keys, and here they have 128 and 64"
+    assert beyond_cudnn(layout, (2, 256, 4, 64), jnp.bfloat16, value_size=64) == ""
 
 
 def test_with_a_cache():

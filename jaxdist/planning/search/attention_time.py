@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import Config
+from jaxdist.config.matmuls import head_sizes_of
 from jaxdist.mesh import CONTEXT
 from jaxdist.mesh.split import compute_width
 from jaxdist.planning.clusters import Cluster
@@ -73,8 +74,8 @@ def attention_seconds(
     whole = sizes.model_copy(update={"window": 0})
     flops = np.where(ring, attention_flops_per_token(whole), attention_flops_per_token(sizes)) / parts
     rate = matmul_rate(config, cluster)
-    # A score is two matmuls of a head's size.
-    scores = flops / (4 * sizes.head_size)
+    # A score is made of a key, and multiplies a value.
+    scores = flops / (2 * sum(head_sizes_of(sizes)))
     by_matmuls = flops / rate + scores * SCORES / cluster.bandwidth
     return tokens * np.where(runs_by_matmuls(config, cluster, ring), by_matmuls, flops / (rate * ATTENTION_RATE))
 
@@ -110,8 +111,8 @@ def ring_seconds(step: Step, shape: Mapping[str, Numbers], cluster: Cluster) -> 
 
     def send(width: int) -> Numbers:
         # Keys and values are an array each.
-        elements = step.split.heads.key_value * config.model.head_size * step.tokens
-        message = transfer(layout, "", PERMUTE, {CONTEXT}, 2, 2 * elements, width)
+        elements = step.split.heads.keys_and_values * step.tokens
+        message = transfer(layout, "", PERMUTE, {CONTEXT}, 2, elements, width)
         return seconds(message, shape, cluster)
 
     messages = Messages(keys=send(compute_width(config)), sums=send(F32))

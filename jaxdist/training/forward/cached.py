@@ -15,7 +15,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
-from jaxdist.mesh.split import own_heads
+from jaxdist.mesh.split import heads_of
 from jaxdist.models import Params, build_decoder
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.decoding import Cache, attend_to_slots
@@ -223,12 +223,12 @@ class CachedForward:
 
     def _empty(self, rows: int) -> Cache:
         """Return this device's part of a cache of zeros, for a number of rows of its own."""
-        heads = own_heads(self.config.key_value_heads, self.layout.parts("heads"))
+        heads = heads_of(self.config, self.layout.parts("heads"))
         slots = self.config.sequence // self.layout.parts(SLOTS)
-        shape = (self.stages.virtual, self.stages.depth, rows, slots, heads, self.config.head_size)
+        shape = (self.stages.virtual, self.stages.depth, rows, slots, heads.key_value)
         axes = [axis for name in (STAGES, BATCH, SLOTS, "heads") for axis in self.layout.split(name)]
-        zeros = region.zeros(shape, self.forward.dtype, axes)
-        return Cache(zeros, zeros)
+        sizes = (heads.key_size, heads.value_size)
+        return Cache(*(region.zeros((*shape, size), self.forward.dtype, axes) for size in sizes))
 
 
 def _own_stage(a: jax.Array) -> jax.Array:
