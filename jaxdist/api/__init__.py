@@ -160,7 +160,7 @@ class Parallel:
         sizes = [a.size for a in jax.tree.leaves(self.model.abstract)]
         places = jax.tree.leaves(self._step.forward.places)
         count = sum(sizes)
-        learned = sum(size for size, place in zip(sizes, places, strict=True) if place.trained)
+        learned = sum(size for size, place in zip(sizes, places, strict=True) if place.role.trained)
         frozen = f" ({learned:,} of them trained)" if learned < count else ""
         text = f"{count:,} parameters{frozen} on {describe(self.mesh.shape)}, ZeRO {self._step.forward.stage}"
         return f"{text}; {self._note}" if self._note else text

@@ -5,6 +5,7 @@ The functions of optax behind the names are in `training/forward/optimizer.py`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
@@ -12,15 +13,38 @@ from pydantic import Field
 from jaxdist.config.values import CountOrZero, FractionFloat32, NonNegativeFloat32, PositiveFloat32, Section
 
 
+@dataclass(frozen=True)
+class Role:
+    """What a parameter is to an update rule, wherever it lies."""
+
+    stacked: int = 0
+    """How many leading dims count layers."""
+    decays: bool = False
+    """Whether weight decay is for it: it is a matrix, layers aside, and no scale or bias."""
+    steered: bool = False
+    """Whether a rule of the model moves it, in the place of a gradient."""
+    trained: bool = True
+    """Whether a step changes it; others are frozen."""
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether it has a gradient, by which the update rule moves it."""
+        return self.trained and not self.steered
+
+
 class UpdateRule(NamedTuple):
     """What requests and predictions must know of an update rule."""
 
     moments: int
-    """Arrays that it keeps for each parameter, of its shape and in f32."""
+    """Arrays that it keeps for each parameter that it moves, of its shape and in f32."""
     counters: int
     """Whole numbers that it keeps: its counts of updates, that of the learning-rate schedule among them."""
     betas: tuple[str, ...]
     """The knobs by which its moments decay."""
+
+    def moments_of(self, role: Role) -> int:
+        """Return how many moments a parameter has."""
+        return self.moments if role.differentiated else 0
 
 
 UPDATE_RULES = {

@@ -205,14 +205,3 @@ def active_parameters(model: Model, config: ModelConfig) -> int:
     """Return the number of parameters that one token goes through: of the experts of a layer, those that it chooses."""
     idle = sum(matmul.elements - matmul.elements_of_token for matmul in matmuls_of(config).values())
     return parameters(model) - config.layers * idle
-
-
-def matrices(model: Model | Foreign) -> Params:
-    """Return for each parameter whether it is a matrix (two dims or more, layers aside): weight decay is for those."""
-    if isinstance(model, Foreign):
-        return jax.tree.map(lambda a: a.ndim >= 2, model.abstract)
-
-    def is_matrix(axes: LogicalAxes) -> bool:
-        return sum(name not in (None, LAYERS) for name in axes) >= 2
-
-    return jax.tree.map(is_matrix, model.axes, is_leaf=lambda axes: isinstance(axes, tuple))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax import P
 
+from jaxdist.config.optimizer import Role
 from jaxdist.parallel import heads
 from jaxdist.parallel.heads import HeadDeal
 from jaxdist.parallel.partial_trees import part_of, selected
@@ -36,17 +37,8 @@ class Placement:
     """Its ZeRO group, outermost first: the axes over which ZeRO shards it, if a dim divides. None splits it in use."""
     deal: HeadDeal | None = None
     """How its key/value heads are dealt in use; None where the heads of the mesh split them evenly."""
-    stacked: int = 0
-    """How many leading dims count layers."""
-    steered: bool = False
-    """Whether a rule of the model moves it, in the place of a gradient: it has no optimizer state."""
-    trained: bool = True
-    """Whether it is trained; a frozen one has no gradient and no optimizer state, and lies as it would if trained."""
-
-    @property
-    def differentiated(self) -> bool:
-        """Whether it has a gradient."""
-        return self.trained and not self.steered
+    role: Role = field(default_factory=Role)
+    """What it is, wherever it lies. A frozen parameter lies as it would if it were trained."""
 
     @property
     def layer(self) -> Placement:
@@ -60,7 +52,7 @@ class Placement:
             use=_without_first_dim(self.use),
             reduced=_without_first_dim(self.reduced),
             deal=None if self.deal is None else self.deal.layer,
-            stacked=self.stacked - 1,
+            role=replace(self.role, stacked=self.role.stacked - 1),
         )
 
     @property
@@ -126,12 +118,12 @@ def split_further(spec: P, dim: int, axes: tuple[str, ...]) -> P:
 
 def trained(places: Placements, tree: Params) -> Params:
     """Return the leaves of `tree`, which is nested as `places` are, that belong to trained parameters."""
-    return part_of(tree, selected(places, lambda place: place.trained))
+    return part_of(tree, selected(places, lambda place: place.role.trained))
 
 
 def differentiated(places: Placements, tree: Params) -> Params:
     """Return the leaves of `tree`, which is nested as `places` are, that belong to parameters with a gradient."""
-    return part_of(tree, selected(places, lambda place: place.differentiated))
+    return part_of(tree, selected(places, lambda place: place.role.differentiated))
 
 
 def _first_that_differs(one: P, other: P) -> int | None:

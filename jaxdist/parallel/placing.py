@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax import P
 
+from jaxdist.config.optimizer import Role
 from jaxdist.config.trained import trained
 from jaxdist.mesh import REPLICA, ZERO_AXES
 from jaxdist.mesh.split import Split
@@ -73,15 +74,33 @@ def placements(layout: Layout, axes: Params, abstract: Params, zero: ZeroOptions
         may_split = jax.tree.map(lambda _: True, abstract)
 
     def place(path: tuple[Any, ...], names: LogicalAxes, parameter: jax.ShapeDtypeStruct, may: bool) -> Placement:
-        placement = _place(layout, names, parameter.shape, zero, sharded=bool(zero.stage and may))
+        role = role_of(names, trained=zero.wrt is None or zero.wrt(name_of(path)))
+        placement = _place(layout, names, parameter.shape, zero, role, sharded=bool(zero.stage and may))
         if stacks and LAYERS in names:
             placement = replace(placement, use=placement.rest)
-        return replace(placement, trained=zero.wrt is None or zero.wrt(name_of(path)))
+        return placement
 
     return jax.tree.map_with_path(place, axes, abstract, may_split, is_leaf=is_axes)
 
 
-def _place(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...], zero: ZeroOptions, sharded: bool) -> Placement:
+def role_of(axes: LogicalAxes, trained: bool = True) -> Role:
+    """Return what a parameter with these logical axes is to an update rule."""
+    counting = (LAYERS, STAGES)
+    dims = [name for name in axes if name not in counting]
+    # A bias of several weights in one array has dims without a name, which make it no matrix. A module that was written
+    # for one device names none.
+    named = [name for name in dims if name is not None]
+    return Role(
+        stacked=sum(name in counting for name in axes),
+        decays=len(named or dims) >= 2,
+        steered=STEERED in axes,
+        trained=trained,
+    )
+
+
+def _place(
+    layout: Layout, axes: LogicalAxes, shape: tuple[int, ...], zero: ZeroOptions, role: Role, sharded: bool
+) -> Placement:
     # Key/value heads are split over the same mesh axes as the query heads that they serve.
     axes_in_use = tuple("heads" if name in heads.REPEATED else name for name in axes)
     rest = list(layout.spec(axes_in_use).partitions)
@@ -121,8 +140,7 @@ def _place(layout: Layout, axes: LogicalAxes, shape: tuple[int, ...], zero: Zero
         reduced=P(*crossing.partitions, unreduced=deferred),
         group=over,
         deal=deal,
-        stacked=sum(name in (LAYERS, STAGES) for name in axes),
-        steered=STEERED in axes,
+        role=role,
     )
 
 

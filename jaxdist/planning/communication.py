@@ -48,7 +48,7 @@ def predict(sharded: ShardedModel) -> list[Transfer]:
     found = []
     for p in sharded.parameters:
         found += [corrected(Sent(one, step, p), corrections) for one in weight_traffic.predict(step, p)]
-        if not p.place.steered:
+        if not p.place.role.steered:
             found += between_replicas(sharded.config, p, sharded.layout)
         elif p.trained and isinstance(sharded.model, Model):
             found += expert_traffic.summed(step, sharded.model, p)

@@ -87,7 +87,7 @@ def _unsplit_by_zero(sharded: ShardedModel) -> str:
 
 def unsplit(parameters: list[Placed]) -> list[Placed]:
     """Return the parameters that ZeRO leaves whole although they have a group to split them."""
-    return [p for p in parameters if p.whole and p.place.group and not p.place.steered]
+    return [p for p in parameters if p.whole and p.place.group and not p.place.role.steered]
 
 
 def unsplit_by(ranks: int, parameters: list[Placed], layout: Layout) -> list[Placed]:
@@ -100,7 +100,7 @@ def unsplit_by(ranks: int, parameters: list[Placed], layout: Layout) -> list[Pla
     def group(p: Placed) -> int:
         return ranks * layout.size(*(axis for axis in p.place.group if axis != DATA))
 
-    return [p for p in parameters if not p.place.steered and all(n % group(p) for n in free(p))]
+    return [p for p in parameters if not p.place.role.steered and all(n % group(p) for n in free(p))]
 
 
 def share(some: list[Placed], parameters: list[Placed]) -> float:

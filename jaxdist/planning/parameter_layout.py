@@ -60,12 +60,12 @@ class Placed:
     @property
     def trained(self) -> bool:
         """Whether a step changes it."""
-        return self.place.trained
+        return self.place.role.trained
 
     @property
     def differentiated(self) -> bool:
         """Whether it has a gradient and optimizer state."""
-        return self.place.differentiated
+        return self.place.role.differentiated
 
     @property
     def whole(self) -> bool:

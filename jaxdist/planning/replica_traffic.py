@@ -33,7 +33,7 @@ def between_replicas(config: Config, p: Placed, layout: Layout) -> Iterator[Tran
         return
     if not p.trained:
         return
-    for one in crossing_of(config, layout.size(REPLICA)).messages(p.shard, place.stacked):
+    for one in crossing_of(config, layout.size(REPLICA)).messages(p.shard, place.role.stacked):
         what = SECOND_FACTORS if one.waits else BETWEEN_REPLICAS
         yield transfer(layout, what, one.kind, {REPLICA}, 1, one.elements, one.width)
     if place.crossing_dim is not None:

@@ -158,13 +158,13 @@ class Run:
     def step(self) -> Step:
         """The functions of the train step."""
         config = self.config
-        # Others have no update.
-        decay = differentiated(self.forward.places, models.matrices(self.model))
+        places = self.forward.places
+        roles = jax.tree.map(lambda place: place.role, differentiated(places, places))
         if isinstance(self.forward, PipelineForward) and not self.forward.flush:
-            return PipeDreamStep(self.forward, self.update_rule, decay, self.batch())
+            return PipeDreamStep(self.forward, self.update_rule, roles, self.batch())
         return STEPS.get(type(self.crossing), Step)(
             self.forward,
-            self.update_rule(decay),
+            self.update_rule(roles),
             max_norm=config.optimizer.clip,
             keep=config.precision == "mixed",
             offload=config.parallel.offload == "optimizer",
@@ -172,13 +172,13 @@ class Run:
             saves_frozen=not config.model.frozen,
         )
 
-    def update_rule(self, decay: Params) -> optax.GradientTransformation:
-        """Return the update rule of the parameters that `decay` names; it says which of them decay."""
-        rule = optimizer(self.config.optimizer, self.steps, decay)
-        if not any(place.steered for place in jax.tree.leaves(self.forward.places)):
+    def update_rule(self, roles: Params) -> optax.GradientTransformation:
+        """Return the update rule of parameters that have a gradient, from their roles."""
+        rule = optimizer(self.config.optimizer, self.steps, roles)
+        if not any(place.role.steered for place in jax.tree.leaves(self.forward.places)):
             return rule
         # It masks nothing: checkpoints of these models have the state of a rule under the name of a masked one's.
-        return optax.masked(rule, jax.tree.map(lambda _: True, decay))
+        return optax.masked(rule, jax.tree.map(lambda _: True, roles))
 
     @cached_property
     def forward(self) -> Forward:

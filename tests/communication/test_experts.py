@@ -114,7 +114,7 @@ def test_experts_cross_the_data_axis_alone_and_all_else_data_and_expert(zero):
     run = Run(config("data=2,expert=4", zero=zero))
     parameters = run.sharded.parameters
     experts = sum(p.elements for p in parameters if "experts" in p.axes)
-    whole = sum(p.elements for p in parameters if p.place.steered)
+    whole = sum(p.elements for p in parameters if p.place.role.steered)
     others = sum(p.elements for p in parameters) - experts - whole
     moved = Counter()
     for one in communication.predict(run.sharded):

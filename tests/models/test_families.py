@@ -10,6 +10,7 @@ from jaxdist import models
 from jaxdist.config import FAMILIES, ModelConfig
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.request.checks.model import decoder_parameters
+from tests.models.roles import decaying
 
 SIZES = dict(layers=2, embed=32, heads=4, vocab=96, sequence=16)
 
@@ -29,7 +30,7 @@ def test_the_matrices_are_those_that_the_traits_predict(family, tied):
     for knobs in ({}, changed):
         config = ModelConfig(family=family, tied=tied, **knobs, **SIZES)
         model = models.build(config)
-        sizes = jax.tree.map(lambda leaf, matrix: leaf.size * matrix, model.abstract, models.matrices(model))
+        sizes = jax.tree.map(lambda leaf, matrix: leaf.size * matrix, model.abstract, decaying(model))
         assert sum(jax.tree.leaves(sizes)) == decoder_parameters(config)
 
 

@@ -20,6 +20,7 @@ from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.step import Step
 from tests.models import plain
+from tests.models.roles import decaying
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.smoke
@@ -65,7 +66,7 @@ def test_a_longer_table_of_positions_and_another_epsilon_are_the_papers(one_devi
     config = CONFIG.model_copy(update={"positions": plain.SEQUENCE + 7, "norm_eps": 0.01})
     model = models.build(config, one_device)
     assert model.abstract["positions"].shape == (plain.SEQUENCE + 7, config.embed)
-    assert models.matrices(model)["positions"]
+    assert decaying(model)["positions"]
     plain.assert_same(one_device, model, partial(reference, eps=0.01), noise=0.05)
 
 
@@ -146,7 +147,7 @@ def test_describing_a_model_touches_no_device_and_counts_124_million():
     model = models.build(config)
     assert models.parameters(model) == 124_439_808
     assert model.axes["blocks"]["mlp"]["up"] == ("layers", "embed", "mlp")
-    decays = models.matrices(model)
+    decays = decaying(model)
     assert decays["table"]
     assert decays["positions"]
     assert decays["blocks"]["attention"]["qkv"]

@@ -17,6 +17,7 @@ from jaxdist.models.scores import Scores
 from jaxdist.request import load
 from jaxdist.training.run import Run
 from tests.models import plain
+from tests.models.roles import decaying
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.smoke
@@ -135,7 +136,7 @@ def test_attention_has_a_base_and_scores_of_its_own(one_device):
 def test_scales_and_biases_of_attention_do_not_decay():
     for qk_norm in ("head", "full"):
         model = models.build(CONFIG.model_copy(update={"qkv_bias": True, "qk_norm": qk_norm}))
-        decays = models.matrices(model)["blocks"]["attention"]
+        decays = decaying(model)["blocks"]["attention"]
         assert decays.pop("qkv")
         assert decays.pop("out")
         assert len(decays) == (3 if qk_norm == "head" else 2)
@@ -175,7 +176,7 @@ def test_shipped_sizes_are_the_published_ones(name, count):
     """Described with no device."""
     model = models.build(load(name, {}).model)
     assert models.parameters(model) == count
-    attention, decays = model.axes["blocks"]["attention"], models.matrices(model)["blocks"]
+    attention, decays = model.axes["blocks"]["attention"], decaying(model)["blocks"]
     assert attention["qkv"] == ("layers", "embed", "kv_heads", None, None)
     assert all(decays["attention"].values())
     assert all(decays["mlp"].values())

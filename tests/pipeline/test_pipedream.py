@@ -12,6 +12,7 @@ from jaxdist.config import OptimizerConfig
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.parallel.pipeline.stages import split
+from jaxdist.parallel.placing import role_of
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.sharding import ONE_DEVICE
 from jaxdist.training.forward.optimizer import optimizer
@@ -21,7 +22,7 @@ from tests.tiers import thinned
 
 STEPS = 7
 ADAM = OptimizerConfig(learning_rate=0.05, warmup=3, clip=0)
-DECAY = jax.tree.map(lambda axes: len(axes) > 2, toy.AXES, is_leaf=lambda a: isinstance(a, tuple))
+ROLES = jax.tree.map(role_of, toy.AXES, is_leaf=lambda a: isinstance(a, tuple))
 
 
 @cache
@@ -41,8 +42,8 @@ class OneDevice:
         weights = toy.weights(layers)
         self.stages = [[self.of(r, weights["blocks"])] for r in range(S)]
         self.tops = [{"table": weights["table"]}]
-        self.rules = [optimizer(ADAM, STEPS, {"blocks": DECAY["blocks"]})] * S
-        self.rules += [optimizer(ADAM, STEPS, {"table": DECAY["table"]})]
+        self.rules = [optimizer(ADAM, STEPS, {"blocks": ROLES["blocks"]})] * S
+        self.rules += [optimizer(ADAM, STEPS, {"table": ROLES["table"]})]
         self.states = [rule.init(self.named(r)) for r, rule in enumerate(self.rules)]
         self.gradient = jax.jit(jax.value_and_grad(self.loss, argnums=(0, 1, 2)))
 
@@ -84,7 +85,7 @@ def run(mesh: str, layers: int, rate: float = 0.0, wrong: int | None = None, ski
     parts = [piped.put(part) for part in parts]
     with jax.set_mesh(piped.mesh):
         shapes = jax.eval_shape(lambda: parts[0])
-        step = PipeDreamStep(piped.forward, partial(optimizer, ADAM, STEPS), DECAY, shapes)
+        step = PipeDreamStep(piped.forward, partial(optimizer, ADAM, STEPS), ROLES, shapes)
         state = jax.jit(lambda w: step.start(step.place(piped.stages.fold(w))))(toy.weights(layers))
         compiled = jax.jit(step.train).lower(state, parts[0]).compile()
         nothing = parts[0] | {"labels": jnp.full_like(parts[0]["labels"], -1)}

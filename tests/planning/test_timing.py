@@ -8,12 +8,13 @@ from jaxdist.config import ModelConfig
 from jaxdist.planning.hardware import GPUS, peak_flops
 from jaxdist.planning.timing import flops_formula, flops_of_padding, flops_per_token, in_window
 from jaxdist.request import load
+from tests.models.roles import decaying
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_six_for_each_parameter_that_multiplies_a_token(tied):
     model = models.build(c := ModelConfig(embed=64, heads=4, mlp=96, tied=tied))
-    matrix = models.matrices(model)
+    matrix = decaying(model)
     count = sum(w.size for w, m in zip(*map(jax.tree.leaves, (model.abstract, matrix)), strict=True) if m)
     count -= c.sequence * c.embed + (0 if tied else c.vocab * c.embed)  # positions and lookups are no products
     assert flops_per_token(c) == 6 * count + 6 * c.layers * c.sequence * c.embed

@@ -178,7 +178,7 @@ def test_the_balance_lies_whole_on_every_device():
     abstract = {"balance": jax.ShapeDtypeStruct((2, 4096), jnp.float32)}
     axes = {"balance": ("layers", "steered")}
     place = placing.placements(layout, axes, abstract, placing.ZeroOptions(3, replica_zero=True))["balance"]
-    assert (place.rest, place.held, place.differentiated) == (P(None, None), P(None, None), False)
+    assert (place.rest, place.held, place.role.differentiated) == (P(None, None), P(None, None), False)
 
 
 @pytest.mark.parametrize("precision", ["mixed", "bfloat16"])

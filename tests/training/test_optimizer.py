@@ -9,13 +9,14 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import ModelConfig, OptimizerConfig
-from jaxdist.config.optimizer import SCHEDULES, UPDATE_RULES
+from jaxdist.config.optimizer import SCHEDULES, UPDATE_RULES, Role
 from jaxdist.sharding import named
 from jaxdist.training.forward.optimizer import AFTER_WARMUP, RULES, clip, optimizer, schedule
+from tests.models.roles import decaying
 
 BASE = OptimizerConfig(learning_rate=0.1, warmup=0, schedule="constant", decay_fraction=0.0, weight_decay=0.0)
 PARAMS = {"w": jnp.array([[1.0, -2.0], [3.0, 0.5]]), "b": jnp.array([0.3, 0.1])}
-MATRICES = {"w": True, "b": False}
+ROLES = {"w": Role(decays=True), "b": Role()}
 GRADS = [
     {"w": jnp.array([[0.5, -0.1], [0.2, 0.3]]), "b": jnp.array([1.0, -1.0])},
     {"w": jnp.array([[-0.3, 0.2], [0.1, 0.4]]), "b": jnp.array([0.5, 2.0])},
@@ -23,7 +24,7 @@ GRADS = [
 
 
 def run(config: OptimizerConfig) -> dict:
-    tx = optimizer(config, 10, MATRICES)
+    tx = optimizer(config, 10, ROLES)
     params, state = PARAMS, tx.init(PARAMS)
     for g in GRADS:
         updates, state = tx.update(g, state, params)
@@ -37,7 +38,7 @@ def by_hand(rule, decay: float) -> dict:
         p, memory = np.asarray(PARAMS[name], np.float64), {}
         for step, g in enumerate(GRADS, start=1):
             update = rule(np.asarray(g[name], np.float64), memory, step)
-            p = p - 0.1 * (update + (decay * p if MATRICES[name] else 0))
+            p = p - 0.1 * (update + (decay * p if ROLES[name].decays else 0))
         out[name] = p
     return out
 
@@ -115,9 +116,15 @@ def test_clip_scales_to_the_limit_and_leaves_small_gradients():
 @pytest.mark.parametrize("family", ["gpt", "llama", "cnn", "resnet18"])
 def test_matrices_decay_and_biases_and_scales_do_not(family):
     """Whether or not layers are stacked: a stack of biases has two dims."""
-    decays = named(models.matrices(models.build(ModelConfig(family=family))))
+    decays = named(decaying(models.build(ModelConfig(family=family))))
     assert decays == {name: not name.endswith(("bias", "scale")) for name in decays}
     assert set(decays.values()) == {True, False}
+
+
+@pytest.mark.parametrize("rule", UPDATE_RULES.values(), ids=UPDATE_RULES)
+def test_a_parameter_that_no_gradient_moves_has_no_moments(rule):
+    assert rule.moments_of(Role()) == rule.moments > 0
+    assert rule.moments_of(Role(steered=True)) == rule.moments_of(Role(trained=False)) == 0
 
 
 @pytest.mark.parametrize(("knob", "tables"), [("name", (UPDATE_RULES, RULES)), ("schedule", (SCHEDULES, AFTER_WARMUP))])

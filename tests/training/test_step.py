@@ -19,6 +19,7 @@ from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.optimizer import optimizer
 from jaxdist.training.forward.step import Step
+from tests.models.roles import roles
 from tests.parity import cases
 
 pytestmark = pytest.mark.smoke
@@ -38,7 +39,7 @@ class Setup:
         self.mesh = make_mesh(shape, jax.devices()[: devices_asked(shape)])
         self.layout = Layout.on(self.mesh)
         self.model = models.build(model, self.layout)
-        tx = optimizer(config or OptimizerConfig(warmup=5), 20, models.matrices(self.model))
+        tx = optimizer(config or OptimizerConfig(warmup=5), 20, roles(self.model))
         options = ForwardOptions(dropout=model.dropout > 0, **options)
         self.forward = DecoderForward(self.model, self.layout, ZeroOptions(stage), options, inside)
         self.step = Step(self.forward, tx)

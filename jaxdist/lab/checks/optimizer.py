@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxdist.config import OptimizerConfig
+from jaxdist.config.optimizer import Role
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.planning.tables import table
 from jaxdist.training.forward.optimizer import optimizer
@@ -45,7 +46,7 @@ def _span(steps: list[int]) -> str:
 def _trainer_updates(gradients: np.ndarray) -> np.ndarray:
     """Return the updates of the trainer's optimizer, [STEPS, SIZE]."""
     with jax.enable_x64(True):
-        rule = optimizer(CONFIG, STEPS, matrices=None)
+        rule = optimizer(CONFIG, STEPS, Role())
         params = jax.numpy.zeros(SIZE)
         state = rule.init(params)
         updates = []

@@ -71,7 +71,7 @@ def cross(
     """Do what `zero.cross` does, in fewer bits; return (the sum, the new residual of each replica)."""
 
     def add(g: jax.Array, residual: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        total, new = rule.add_up(g, residual[..., 0], place.stacked, step)
+        total, new = rule.add_up(g, residual[..., 0], place.role.stacked, step)
         if place.crossing_dim is not None:
             total = jax.lax.all_gather(total, place.group, axis=place.crossing_dim, tiled=True)
         return total, new[..., None]

@@ -68,7 +68,7 @@ class ForwardBase(Generic[ModelT]):
     @property
     def aux_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the sums over tokens that a layer makes; none where all that they move is frozen."""
-        moves = any(place.steered and place.trained for place in jax.tree.leaves(self.places))
+        moves = any(place.role.steered and place.role.trained for place in jax.tree.leaves(self.places))
         return self.model.aux_shapes if moves and isinstance(self.model, Model) else {}
 
     @property
@@ -77,7 +77,7 @@ class ForwardBase(Generic[ModelT]):
         if not self.aux_shapes:
             return {}
         layers, place = (jax.tree.leaves(tree[BLOCKS])[0] for tree in (self.abstract, self.places))
-        stack = layers.shape[: place.stacked]
+        stack = layers.shape[: place.role.stacked]
         return {
             name: jax.ShapeDtypeStruct((*stack, *shape), wide(self.dtype)) for name, shape in self.aux_shapes.items()
         }

@@ -50,19 +50,19 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup])
 
 
-def _adamw(config: OptimizerConfig, rate: optax.Schedule, matrices: Params) -> optax.GradientTransformation:
+def _adamw(config: OptimizerConfig, rate: optax.Schedule, roles: Params) -> optax.GradientTransformation:
     """Return AdamW (Loshchilov and Hutter 2019)."""
-    return optax.adamw(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=matrices)
+    return optax.adamw(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=_decaying(roles))
 
 
-def _lion(config: OptimizerConfig, rate: optax.Schedule, matrices: Params) -> optax.GradientTransformation:
+def _lion(config: OptimizerConfig, rate: optax.Schedule, roles: Params) -> optax.GradientTransformation:
     """Return Lion (Chen et al. 2023)."""
-    return optax.lion(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=matrices)
+    return optax.lion(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=_decaying(roles))
 
 
-def _sgd(config: OptimizerConfig, rate: optax.Schedule, matrices: Params) -> optax.GradientTransformation:
+def _sgd(config: OptimizerConfig, rate: optax.Schedule, roles: Params) -> optax.GradientTransformation:
     """Return SGD with momentum and decoupled weight decay."""
-    decay = optax.add_decayed_weights(config.weight_decay, mask=matrices)
+    decay = optax.add_decayed_weights(config.weight_decay, mask=_decaying(roles))
     return optax.chain(optax.trace(config.beta1), decay, optax.scale_by_learning_rate(rate))
 
 
@@ -70,12 +70,17 @@ RULES = {"adamw": _adamw, "lion": _lion, "sgd": _sgd}
 """The update rules by name."""
 
 
-def optimizer(config: OptimizerConfig, steps: int, matrices: Params) -> optax.GradientTransformation:
+def optimizer(config: OptimizerConfig, steps: int, roles: Params) -> optax.GradientTransformation:
     """Return the update rule that `config` names, over a run of `steps`.
 
-    Weight decay applies to the parameters that `matrices` marks, and to no others.
+    `roles` has a `Role` for each parameter, nested as they are; weight decay is for those that it says decay.
     """
-    return RULES[config.name](config, schedule(config, steps), matrices)
+    return RULES[config.name](config, schedule(config, steps), roles)
+
+
+def _decaying(roles: Params) -> Params:
+    """Return which parameters decay, as a mask of optax."""
+    return jax.tree.map(lambda role: role.decays, roles)
 
 
 def clip(grads: Params, norm: Float[Array, ""], limit: float) -> Params:

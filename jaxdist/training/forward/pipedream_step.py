@@ -36,20 +36,20 @@ class PipeDreamStep(Step):
         self,
         forward: PipelineForward,
         optimizer: Callable[[Params], optax.GradientTransformation],
-        decay: Params,
+        roles: Params,
         batch: Batch,
     ):
         """Join a pipeline with the update rules of its parts.
 
-        `optimizer` makes the update rule for parameters, given which of them decay; `decay` says it of all. `batch`
-        holds the shapes and shardings of one global batch.
+        `optimizer` makes the update rule for parameters of which it gets the `roles`; these are those of all that have
+        a gradient. `batch` holds the shapes and shardings of one global batch.
         """
         # Nothing clips by the norm of the gradient: a whole gradient never exists at one moment.
-        super().__init__(forward, optimizer(decay))
+        super().__init__(forward, optimizer(roles))
         self.late = forward.stages.ranks - 1
         self.shapes = batch
-        layer_rule = optimizer({BLOCKS: decay[BLOCKS]})
-        top_rule = optimizer({name: decays for name, decays in decay.items() if name != BLOCKS})
+        layer_rule = optimizer({BLOCKS: roles[BLOCKS]})
+        top_rule = optimizer({name: role for name, role in roles.items() if name != BLOCKS})
 
         def update(grads: Grads, aux: Aux, state: Tree, params: Params, count: jax.Array) -> tuple[Tree, Tree]:
             rule = layer_rule if BLOCKS in params else top_rule
