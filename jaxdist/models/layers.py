@@ -309,7 +309,8 @@ Activation = Callable[[jax.Array], jax.Array]
 
 def activation_of(config: ModelConfig) -> Activation:
     """Return the activation of the MLPs of a family."""
-    return {"gelu": gelu, "silu": jax.nn.silu}[config.traits.activation]
+    known: dict[str, Activation] = {"gelu": gelu, "silu": jax.nn.silu}
+    return known[config.traits.activation]
 
 
 class MLP(nnx.Module):

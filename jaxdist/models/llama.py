@@ -5,6 +5,8 @@ Pre-norm blocks of RMSNorm, rotary positions, grouped-query attention and SwiGLU
 
 from __future__ import annotations
 
+from typing import Any
+
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -22,7 +24,7 @@ class Llama(Decoder):
     """The decoder of Llama; positions enter through attention alone."""
 
     block_type = Block
-    mlp_type: type[nnx.Module] = GatedMLP
+    mlp_type: type[Any] = GatedMLP
     """What stands in the place of the MLP."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rngs: nnx.Rngs):
