@@ -311,6 +311,10 @@ class Config(Section):
         assert self.run_dir is not None
         return self.run_dir
 
+    def with_knobs(self, section: str, **values: object) -> Config:
+        """Return the configuration with these values of knobs of a section."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
     def with_precision(self, cpu: bool) -> Config:
         """Return the configuration with the precision that `auto` stands for on CPUs, or else on GPUs."""
         if self.precision != "auto":

@@ -102,5 +102,4 @@ def as_asked(config: Config) -> Config:
     """
     if config.data.tokenizer != config.folder / KEPT:
         return config
-    data = config.data.model_copy(update={"tokenizer": config.init_from})
-    return config.model_copy(update={"data": data})
+    return config.with_knobs("data", tokenizer=config.init_from)

@@ -8,8 +8,8 @@ from jaxdist.config import Config, RequestError
 from jaxdist.huggingface.folder import KEPT
 from jaxdist.request.pretrained import as_asked
 from jaxdist.training.checkpoint.step_dir import StepDir
-from jaxdist.training.resume_check import differing, lengthened, refusal, with_warmup
-from jaxdist.training.run_dir import RunFolder, with_tokenizer
+from jaxdist.training.resume_check import differing, lengthened, refusal
+from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import SAVED, run_facts
 from jaxdist.training.saved_before import what_shows_a_save
 from jaxdist.weights.named import model_folder
@@ -104,13 +104,13 @@ def _continuing(folder: RunFolder, config: Config, steps: list[int]) -> Config:
     if config.precision == "auto":
         config = config.model_copy(update={"precision": old.precision})
     if config.init_from and not config.data.tokenizer:
-        config = with_tokenizer(config, old.data.tokenizer)
+        config = config.with_knobs("data", tokenizer=old.data.tokenizer)
     from_step = int(config.resume) if config.resume.isdecimal() else max(steps)
     asked = as_asked(config)
     longer = lengthened(old, asked, from_step)
     if longer:
         folder.notes.append(longer)
-        return with_warmup(config, old.optimizer.warmup)
+        return config.with_knobs("optimizer", warmup=old.optimizer.warmup)
     if differing(old, asked):
         raise RequestError(f"run folder {folder.path} holds a run with another config: {refusal(old, asked)}")
     return config

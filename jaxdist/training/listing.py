@@ -8,10 +8,7 @@ from typing import Any
 
 from jaxdist.files import WRONG_CONTENT
 from jaxdist.training.checkpoint.step_dir import UNREADABLE_SEAL, UNSEALED, StepDir
-from jaxdist.training.run_dir import RunFolder
-
-KINDS = {"": "newest", "best": "best", "aside": "aside", "aside/best": "aside"}
-"""Folders in `checkpoints/`, with the kind of the steps in each."""
+from jaxdist.training.run_dir import STEP_DIRS, RunFolder
 
 
 def listing(folder: Path, thorough: bool) -> Iterator[dict[str, Any]]:
@@ -36,7 +33,7 @@ def listing(folder: Path, thorough: bool) -> Iterator[dict[str, Any]]:
 def step_dirs(folder: Path) -> list[tuple[StepDir, str]]:
     """Return the folders that hold the steps of a run, each with the kind of its steps."""
     run = RunFolder(folder).identity()
-    return [(StepDir(folder / "checkpoints" / name, run), kind) for name, kind in KINDS.items()]
+    return [(StepDir(folder / name, run), kind) for name, kind in STEP_DIRS.items()]
 
 
 def _state(damage: str | None, thorough: bool) -> str:

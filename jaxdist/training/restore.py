@@ -38,8 +38,7 @@ def restore(
     source = stored_at(config.folder)
     source.check_step(which)
     # The optimizer state, which may rest in the host's memory, is not read.
-    without_offload = config.parallel.model_copy(update={"offload": "none"})
-    run = Run(config.model_copy(update={"parallel": without_offload}), batch=batch)
+    run = Run(config.with_knobs("parallel", offload="none"), batch=batch)
     check_computes(run.mesh)
     check(run)
     with jax.set_mesh(run.mesh):

@@ -95,11 +95,6 @@ def refusal(old: Config, new: Config) -> str:
     )
 
 
-def with_warmup(config: Config, warmup: int) -> Config:
-    """Return `config` with these warm-up steps."""
-    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"warmup": warmup})})
-
-
 def _warmup_is_derived(config: Config) -> bool:
     """Return whether the warm-up has its default, which follows from steps and epochs.
 

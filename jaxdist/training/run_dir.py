@@ -55,18 +55,22 @@ FILES = (
 )
 """Files that jaxdist reads and writes in the folder of a run, beside the steps in the `STEP_DIRS`."""
 
-STEP_DIRS = ("checkpoints", "checkpoints/best", "checkpoints/aside", "checkpoints/aside/best")
-"""Folders that hold steps, each with a folder `sums` for their seals."""
+STEP_DIRS = {
+    "checkpoints": "newest",
+    "checkpoints/best": "best",
+    "checkpoints/aside": "aside",
+    "checkpoints/aside/best": "aside",
+}
+"""Folders that hold steps, each with a folder `sums` for their seals, and the kind of the steps in them."""
 
 FOLDERS = (
-    "checkpoints",
+    *STEP_DIRS,
     "heartbeats",
     "slurm",
     KEPT,
     "tensorboard",
     "profile",
     "wandb",
-    *STEP_DIRS[1:],
     *(f"{name}/sums" for name in STEP_DIRS),
 )
 """Folders that jaxdist reads and writes in the folder of a run."""
@@ -246,11 +250,6 @@ class RunFolder:
             raise RequestError(
                 f"{self.metrics} cannot be read and written ({error.strerror or error}); make it so, or move it away"
             ) from error
-
-
-def with_tokenizer(config: Config, tokenizer: Path | None) -> Config:
-    """Return `config` with this data.tokenizer."""
-    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
 
 
 def environment(devices: list[str], more: Mapping[str, object]) -> dict[str, object]:

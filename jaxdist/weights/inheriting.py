@@ -12,7 +12,7 @@ from jaxdist.huggingface.given_tokenizer import GivenTokenizer, read_tokenizer
 from jaxdist.huggingface.schema import TOKENIZER
 from jaxdist.request.checks.adapters import check_has_base
 from jaxdist.request.checks.experts import check_upcycling, is_upcycled
-from jaxdist.training.run_dir import RunFolder, with_tokenizer
+from jaxdist.training.run_dir import RunFolder
 from jaxdist.weights.named import no_weights
 
 
@@ -59,7 +59,7 @@ def from_run(path: Path, config: Config) -> Config:
         return config
     tokenizer = source.load_tokenizer()
     if not data.tokenizer:
-        return with_tokenizer(config, source.tokenizer_source)
+        return config.with_knobs("data", tokenizer=source.tokenizer_source)
     _check_same(data.tokenizer, tokenizer, source.path)
     return config
 
