@@ -17,7 +17,7 @@ from jaxdist import plan as command
 from jaxdist.config import RequestError
 from jaxdist.explain import explain
 from jaxdist.models import build
-from jaxdist.output import colours
+from jaxdist.output import pictures
 from jaxdist.planning import target
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.collective_time import ranks_inside
@@ -249,14 +249,14 @@ def test_a_picture_has_a_panel_for_what_was_asked(counts, tmp_path, monkeypatch)
 
 
 def test_each_part_has_a_colour_of_its_own():
-    assert set(colours.TIME) == set(FORMULAS)
-    assert len({*colours.TIME.values()}) == len(colours.TIME)
-    shared = set(colours.TIME.values()) & set(colours.MEMORY.values())
-    assert shared == {colours.TIME["optimizer"]}
-    parts = [name for name in colours.MEMORY if name not in ("arguments", "temporaries")]
+    assert set(pictures.TIME) == set(FORMULAS)
+    assert len({*pictures.TIME.values()}) == len(pictures.TIME)
+    shared = set(pictures.TIME.values()) & set(pictures.MEMORY.values())
+    assert shared == {pictures.TIME["optimizer"]}
+    parts = [name for name in pictures.MEMORY if name not in ("arguments", "temporaries")]
     nothing = Memory(*[0] * 8)
     assert set(parts) == {*nothing.persistent, *nothing.transient}
-    assert len({colours.MEMORY[name] for name in parts}) == len(parts)
+    assert len({pictures.MEMORY[name] for name in parts}) == len(parts)
 
 
 def test_what_does_not_fit_at_all_is_told_with_the_smallest():

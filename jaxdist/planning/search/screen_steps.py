@@ -187,7 +187,7 @@ class Steps(Sizes):
         place = placements(layout, {name: (logical,)}, {name: abstract}, zero)[name]
         for trained, part in ((True, self.trained), (False, 1 - self.trained)):
             if part:
-                lies = replace(place, trained=trained)
+                lies = replace(place, role=replace(place.role, trained=trained))
                 p = Placed(name, (), (), lies, held=use, rest=use, use=part * use, shard=(), layers=layers)
                 yield from weight_traffic.predict(self.step, p)
 
