@@ -15,6 +15,7 @@ from jaxdist.data import magics
 from jaxdist.data.readers import ENDINGS, FORMS
 from jaxdist.data.readers.document import Document, OnRead
 from jaxdist.data.readers.json_lines import holds_lines
+from jaxdist.files import blocks
 from jaxdist.huggingface.tokenizer import folder_problem
 
 BLOCK_BYTES = 64 << 10
@@ -22,9 +23,6 @@ BLOCK_BYTES = 64 << 10
 
 SMALLEST_BLOCK_BYTES = 256
 """Bytes of the smallest blocks. A small file is cut into smaller blocks, so that some of them can be held out."""
-
-HASHED_BYTES = 1 << 20
-"""Bytes read at a time when a whole file is hashed."""
 
 HELD_OUT_BLOCKS = 4
 """Number of blocks of a plain text that are held out at least, if the smallest block size allows it."""
@@ -320,10 +318,7 @@ def _blocks(file: BufferedReader, path: Path, size: int, on_read: OnRead) -> Ite
 
 def _sha256(file: BufferedReader, on_read: OnRead) -> bytes:
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(HASHED_BYTES))
-    count = file.readinto(buffer)
-    while count:
-        digest.update(buffer[:count])
-        on_read(count)
-        count = file.readinto(buffer)
+    for block in blocks(file):
+        digest.update(block)
+        on_read(len(block))
     return digest.digest()

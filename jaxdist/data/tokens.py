@@ -17,7 +17,7 @@ import xxhash
 from jaxtyping import Int, Integer
 
 from jaxdist.config import DataLost
-from jaxdist.files import BLOCK, open_regular
+from jaxdist.files import blocks, open_regular
 
 IGNORED = -1
 """The label of a position that does not count in the loss."""
@@ -176,11 +176,9 @@ class TokenWriter:
     def _count_existing(self, path: Path) -> None:
         """Include what was written earlier in the size and the checksum."""
         with open_regular(path) as file:
-            block = file.read(BLOCK)
-            while block:
+            for block in blocks(file):
                 self.size += len(block)
                 self._digest.update(block)
-                block = file.read(BLOCK)
 
     def __enter__(self) -> TokenWriter:
         return self

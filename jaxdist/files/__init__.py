@@ -129,16 +129,22 @@ def checksum(path: Path, on_read: Callable[[int], None] | None = None) -> Checks
     """
     size = 0
     digest = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(BLOCK))
     with open_regular(path) as file:
-        count = file.readinto(buffer)
-        while count:
-            size += count
-            digest.update(buffer[:count])
+        for block in blocks(file):
+            size += len(block)
+            digest.update(block)
             if on_read is not None:
-                on_read(count)
-            count = file.readinto(buffer)
+                on_read(len(block))
     return size, digest.hexdigest()
+
+
+def blocks(file: io.FileIO | io.BufferedReader) -> Iterator[memoryview]:
+    """Yield the rest of a file in blocks of at most `BLOCK` bytes, each of which is overwritten by the next one."""
+    buffer = memoryview(bytearray(BLOCK))
+    count = file.readinto(buffer)
+    while count:
+        yield buffer[:count]
+        count = file.readinto(buffer)
 
 
 def checksums(paths: Sequence[Path]) -> list[Checksum]:

@@ -50,7 +50,7 @@ class FolderArray:
 
     def blocks(self, region: Region) -> Iterator[Block]:
         """Yield a region of our parameter block by block, each of one tensor of theirs and in its dtype."""
-        spans = [(span.start, span.stop) for span in spans_of(region, self.shape)]
+        spans = spans_of(region, self.shape)
         if not self.leaf.pieces:
             # Their model has no such parameter.
             extent = extents(spans)

@@ -60,7 +60,7 @@ class MergedArray:
 
     def blocks(self, region: Region) -> Iterator[Block]:
         """Yield a region block by block, in f32."""
-        spans = [(span.start, span.stop) for span in spans_of(region, self.shape)]
+        spans = spans_of(region, self.shape)
         products = [product for pair in self.pairs if (product := self._product(pair, spans))]
         for place, numbers in self.base.blocks(region):
             held = np.array(numbers.astype(self.dtype, copy=False), np.float32)

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from jaxdist.config import RequestError
+from jaxdist.huggingface.parts import Span, extents
 
 Region = tuple[slice, ...]
 """A part of an array, as it is indexed: a slice for each dim, with step 1."""
@@ -30,18 +31,18 @@ class Readable(Protocol):
         ...
 
 
-def spans_of(region: Region, shape: Sequence[int]) -> list[slice]:
+def spans_of(region: Region, shape: Sequence[int]) -> tuple[Span, ...]:
     """Return the start and stop of a region of an array of `shape` in each dim."""
-    return [slice(*span.indices(size)[:2]) for span, size in zip(region, shape, strict=True)]
+    bounds = (part.indices(size) for part, size in zip(region, shape, strict=True))
+    return tuple((start, stop) for start, stop, _ in bounds)
 
 
 def read(array: Readable, region: Region) -> Shaped[np.ndarray, "..."]:
     """Return the numbers of a region, in the dtype of its blocks."""
-    spans = spans_of(region, array.shape)
     numbers = None
     for place, block in array.blocks(region):
         if numbers is None:
-            numbers = np.empty([span.stop - span.start for span in spans], block.dtype)
+            numbers = np.empty(extents(spans_of(region, array.shape)), block.dtype)
         numbers[place] = block
     assert numbers is not None, "an empty region"
     return numbers

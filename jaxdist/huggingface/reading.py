@@ -21,6 +21,7 @@ from jaxdist.config import ModelConfig, RequestError
 from jaxdist.huggingface.families import Leaf, Place, family_of, sizes_of
 from jaxdist.huggingface.folder import open_folder
 from jaxdist.huggingface.parts import PlacedPiece, Span, extents, placed, shape_of
+from jaxdist.huggingface.readable import spans_of
 from jaxdist.huggingface.tensor_checks import Tensors, check_tensors
 from jaxdist.huggingface.weight_files import WeightFiles
 from jaxdist.sharding import Params, name_of
@@ -80,7 +81,7 @@ class ParameterReader:
 
         def part(index: tuple[slice, ...] | None) -> Shaped[np.ndarray, "..."]:
             assert index is not None
-            return shards[_spans(index, like.shape)].values
+            return shards[spans_of(index, like.shape)].values
 
         made = jax.make_array_from_callback(like.shape, like.sharding, part, dtype=like.dtype)
         # Otherwise the shards of the next parameter would be in the host's memory beside these.
@@ -100,7 +101,7 @@ class ParameterReader:
         assert like.shape == shape_of(leaf, self.sizes), (leaf.path, like.shape)
         shards = {}
         for index in like.sharding.addressable_devices_indices_map(like.shape).values():
-            spans = _spans(index, like.shape)
+            spans = spans_of(index, like.shape)
             if spans not in shards:
                 values = _aligned_zeros(extents(spans), like.dtype)
                 shards[spans] = Shard(dict(zip(leaf.letters, spans, strict=True)), values)
@@ -137,15 +138,6 @@ class ParameterReader:
                     f"set tie_word_embeddings to false if the model was trained so, or remove {copy}"
                 )
         return values
-
-
-def _spans(index: Sequence[slice], shape: Sequence[int]) -> tuple[Span, ...]:
-    """Return the span of each dim of an array of `shape` that slices take."""
-    spans = []
-    for part, size in zip(index, shape, strict=True):
-        first, last, _ = part.indices(size)
-        spans.append((first, last))
-    return tuple(spans)
 
 
 def _around(boxes: Sequence[Sequence[Span]]) -> tuple[Span, ...]:

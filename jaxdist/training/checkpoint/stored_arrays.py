@@ -16,6 +16,7 @@ import tensorstore as ts
 from jaxtyping import Shaped
 
 from jaxdist.files.json_files import LARGEST_LISTING, read_json
+from jaxdist.huggingface.parts import Span
 from jaxdist.huggingface.readable import Block, Region, read, spans_of
 from jaxdist.training.checkpoint.readback import array_names
 
@@ -46,7 +47,7 @@ class StoredArray:
         cuts = [_cut(span, size) for span, size in zip(spans, chunk, strict=True)]
         for block in itertools.product(*cuts):
             place = tuple(
-                slice(part.start - span.start, part.stop - span.start) for part, span in zip(block, spans, strict=True)
+                slice(part.start - start, part.stop - start) for part, (start, _) in zip(block, spans, strict=True)
             )
             yield place, np.asarray(self.store[block].read().result())
 
@@ -83,7 +84,8 @@ def open_arrays(item: Path) -> Mapping[str, StoredArray]:
     return arrays
 
 
-def _cut(span: slice, size: int) -> list[slice]:
+def _cut(span: Span, size: int) -> list[slice]:
     """Return the parts of `span` that lie in different chunks of `size`."""
-    first = span.start // size * size
-    return [slice(max(at, span.start), min(at + size, span.stop)) for at in range(first, span.stop, size)]
+    start, stop = span
+    first = start // size * size
+    return [slice(max(at, start), min(at + size, stop)) for at in range(first, stop, size)]
