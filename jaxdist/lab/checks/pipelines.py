@@ -18,19 +18,17 @@ from jaxdist.lab import pictures
 from jaxdist.lab.checks.memory import GPT3
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
+from jaxdist.lab.schedules import TIMES
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import size
 from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.schedules import Schedule, make
-from jaxdist.parallel.pipeline.simulate import Times, bubble
+from jaxdist.parallel.pipeline.simulate import bubble
 from jaxdist.planning import communication, pipelines
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.tables import table
 from jaxdist.sharding import Layout
-
-# Of a stage and a micro-batch: B takes twice as long as F. They are fractions, so that sums are exact.
-TIMES = Times(Fraction(1), Fraction(1), Fraction(1))
 
 STAGES = (1, 2, 3, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 5, 8, 32)

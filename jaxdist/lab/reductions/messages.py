@@ -37,6 +37,11 @@ class Message(NamedTuple):
     label: str
     """What JAX calls the operation, with the scopes that it is in."""
 
+    @property
+    def send(self) -> int:
+        """The number of the call of `Network.send` that it is of."""
+        return int(re.search(r"\bsend(\d+)", self.label)[1])
+
 
 def messages(program: str, mesh: Mesh | AbstractMesh) -> Traffic:
     """Return the messages of one execution of a compiled program, in the order of the program.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,8 +78,7 @@ def seen(algorithm: Algorithm, K: int, devices: Sequence[jax.Device]) -> list[St
     _, sent = program(lay(x, mesh))
     steps = []
     for message in messages(program.as_text(), mesh).messages:
-        number = int(re.search(r"\bsend(\d+)", message.label)[1])
-        payload = np.asarray(sent[number])[message.source].astype(int)
+        payload = np.asarray(sent[message.send])[message.source].astype(int)
         steps.append(_read(message, payload, base))
     return steps
 

@@ -5,7 +5,6 @@ The server alone has the model when the step begins. The model is the two layers
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import cache, reduce
 from operator import add
@@ -98,9 +97,8 @@ def run(workers: int, push: Push = "gradients", waits_for: int = 0) -> ServerSte
     known = [_known(w[server], x[k], t[k]) for k in range(workers)]
     deliveries = []
     for message in messages(program.as_text(), mesh).messages:
-        number = int(re.search(r"\bsend(\d+)", message.label)[1])
         worker = message.target if message.source == server else message.source
-        what = _what(np.asarray(sent[number])[message.source], known[worker])
+        what = _what(np.asarray(sent[message.send])[message.source], known[worker])
         deliveries.append(Delivery(message.source, message.target, message.bytes, what))
     return ServerStep(workers, np.asarray(new)[server], tuple(deliveries))
 
