@@ -140,7 +140,7 @@ def _open_tokens(
 ) -> Corpus:
     """Open a `.bin` of uint16 tokens in place. Without a validation file, its tail is held out."""
     paths = [file.root for file in (source, held_out) if file]
-    _check_token_files(paths, given, vocab, progress)
+    check_token_files(paths, given, vocab, progress)
     content = _content(source, held_out, config, progress)
     parts = [Tokens.open(path, "uint16") for path in paths]
     if held_out:
@@ -160,7 +160,7 @@ def _open_tokens(
     )
 
 
-def _check_token_files(paths: list[Path], given: GivenTokenizer | None, vocab: int, progress: Progress) -> None:
+def check_token_files(paths: list[Path], given: GivenTokenizer | None, vocab: int, progress: Progress) -> None:
     """Raise `RequestError` with every problem of these `.bin` files."""
     entries = None
     if given:

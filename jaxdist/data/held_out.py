@@ -18,17 +18,16 @@ from jaxtyping import Int
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
-from jaxdist.data import token_files
 from jaxdist.data.batches import labelled
-from jaxdist.data.corpus import VERSION, cache_folder, digest, identity, token_type
-from jaxdist.data.documents import Source, reading, source_of
+from jaxdist.data.corpus import VERSION, cache_folder, check_token_files, digest, identity, token_type
+from jaxdist.data.documents import Source, source_of
 from jaxdist.data.progress import Pass, Progress, unseen
 from jaxdist.data.readers.document import Document
 from jaxdist.data.token_cache import open_cache
 from jaxdist.data.tokenizing import PARTS, TOKENIZER, Split, resume_point, write_parts
 from jaxdist.data.tokens import Tokens
 from jaxdist.files import write_whole
-from jaxdist.huggingface.given_tokenizer import GivenTokenizer, encoding, largest_id
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer, encoding
 
 
 @dataclass(frozen=True)
@@ -110,12 +109,7 @@ def open_held_out(
 def _open_tokens(source: Source, given: GivenTokenizer | None, vocab: int, progress: Progress) -> HeldOut:
     """Open a `.bin` of uint16 tokens in place, whose first token nothing predicts."""
     path = source.root
-    entries = largest_id(given.load()) + 1 if given else None
-    with reading(path):
-        checking = Pass(progress, "checking token ids", path.stat().st_size)
-        problem = token_files.problem(path, vocab, entries, checking.read)
-    if problem:
-        raise RequestError(problem)
+    check_token_files([path], given, vocab, progress)
     return HeldOut(path, Tokens.open(path, "uint16"), before=None, bytes=None, fingerprint=source.digest())
 
 
