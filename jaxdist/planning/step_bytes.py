@@ -40,6 +40,14 @@ def copy(zero: Numbers, width: int, rest: Numbers, use: Numbers, pipelined: Numb
     return width * np.where(sharded, rest, use)
 
 
+def updated(learned: Numbers, optimizer: Numbers) -> Numbers:
+    """Return the bytes that an update reads and writes: `learned` of parameters in f32, and their optimizer state.
+
+    Both are read and written. Gradients, which are as large as the parameters, are read.
+    """
+    return 2 * (learned + optimizer) + learned
+
+
 def gradients(zero: Numbers, width: int, elements: Elements, one_micro_batch: Numbers) -> Numbers:
     """Return the bytes of gradients, sums included.
 

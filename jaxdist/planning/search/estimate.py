@@ -49,7 +49,7 @@ from jaxdist.mesh.split import Split, compute_width
 from jaxdist.models import Model
 from jaxdist.output.units import counted
 from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
-from jaxdist.planning import communication, expert_rows, memory
+from jaxdist.planning import communication, expert_rows, memory, step_bytes
 from jaxdist.planning.activations import saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers
@@ -97,9 +97,6 @@ MASKED_FORMULA = (
     "of the memory"
 )
 """What documents, and a window in a ring, add to the formula of `arithmetic` on GPUs."""
-
-UPDATE = 2
-"""The optimizer state is read and written."""
 
 
 @dataclass(frozen=True)
@@ -220,13 +217,12 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     learned = held.parameters
     if config.model.frozen:
         learned = sum(F32 * p.held for p in sharded.parameters if p.trained)
-    # The third term is the gradients, which are as large as the parameters.
-    updated = UPDATE * (learned + held.optimizer) + learned + held.copy
+    updated = step_bytes.updated(learned, held.optimizer) + held.copy
     parts = {
         "arithmetic": work,
         "waiting": lockstep - work,
         **{part: float(took) for part, took in exposed_seconds.items()},
-        "optimizer": updated / cluster.bandwidth,
+        "optimizer": float(updated / cluster.bandwidth),
     }
     refused = communication.compression_that_costs(sharded)
     return Estimate(split, cluster, held, transfers, parts, outer, refused)

@@ -85,7 +85,7 @@ class Screen(Steps):
             copy = step_bytes.copy(self.columns["zero"], self.width, self.at_rest, self.in_use, self.staged)
         beside = self.rule.at_rest(self.crossing, self.at_rest, on_host=False)
         of_replicas = np.where(self.columns[REPLICA] > 1, beside.errors + beside.in_flight + beside.common, 0)
-        each = F32 * self.held * (1 + self.config.optimizer.rule.moments)
+        each = self._masters + self._moments
         return self.trained * (each + copy + of_replicas) + self.frozen_bytes
 
     def _gradients_and_weights(self) -> Column:
@@ -164,7 +164,17 @@ class Screen(Steps):
 
     def _bytes_updated(self) -> Column:
         """Return the bytes that the optimizer reads and writes."""
-        return self.trained * F32 * self.held * (2 * (1 + self.config.optimizer.rule.moments) + 1)
+        return np.asarray(self.trained * step_bytes.updated(self._masters, self._moments))
+
+    @property
+    def _masters(self) -> Column:
+        """The bytes of all parameters in f32."""
+        return F32 * self.held
+
+    @property
+    def _moments(self) -> Column:
+        """The bytes of the optimizer state, if all parameters are trained."""
+        return self._masters * self.config.optimizer.rule.moments
 
     # Time, in seconds of a step.
 
