@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 
 import numpy as np
 
@@ -80,7 +81,7 @@ class Group:
     """Ranks that take part in one collective, `inside` of which share a host.
 
     The host's other GPUs do the same at that time in groups of their own: each rank has its own share of the network,
-    and no more.
+    and no more. What follows from the group is computed once for all of its collectives.
     """
 
     ranks: Numbers
@@ -89,27 +90,27 @@ class Group:
     in_site: Numbers | None = None
     """The ranks that share a site; None where all do."""
 
-    @property
+    @cached_property
     def hosts(self) -> Numbers:
         """The number of hosts."""
         return np.ceil(self.ranks / self.inside)
 
-    @property
+    @cached_property
     def here(self) -> Numbers:
         """The ranks that share a site."""
         return self.ranks if self.in_site is None else self.in_site
 
-    @property
+    @cached_property
     def sites(self) -> Numbers:
         """The number of sites."""
         return np.ceil(self.ranks / self.here)
 
-    @property
+    @cached_property
     def hosts_here(self) -> Numbers:
         """The number of hosts of a site."""
         return np.ceil(self.here / self.inside)
 
-    @property
+    @cached_property
     def between(self) -> Link:
         """One GPU's share of the link between sites; the link across hosts where there is one site."""
         link = self.cluster.between
@@ -117,7 +118,7 @@ class Group:
             return self.cluster.across
         return replace(link, bandwidth=link.bandwidth / self.cluster.per_site)
 
-    @property
+    @cached_property
     def rate(self) -> Numbers:
         """Bytes per second around a ring."""
         near = self.near_rate
@@ -127,7 +128,7 @@ class Group:
         # And so do the shares of all its ranks in a site.
         return np.where(self.sites > 1, np.minimum(rate, self.here * self.between.bandwidth), rate)
 
-    @property
+    @cached_property
     def near_rate(self) -> Numbers:
         """Bytes per second that a rank sends to the others of its host.
 
@@ -137,20 +138,20 @@ class Group:
         # A rank without others in its host sends nothing there: the full rate then limits nothing.
         return np.where(self.inside > 1, link.within(self.inside), link.bandwidth)
 
-    @property
+    @cached_property
     def pair_rate(self) -> Numbers:
         """Bytes per second that one rank sends to one other: in another site or host, where there are several."""
         rate = np.where(self.hosts > 1, self.cluster.across.bandwidth, self.cluster.inside.within(2))
         # Only the last rank of each group in a site sends to another site, with the shares of the others.
         return np.where(self.sites > 1, np.minimum(rate, self.here * self.between.bandwidth), rate)
 
-    @property
+    @cached_property
     def hop(self) -> Numbers:
         """Seconds of the longest hop."""
         hop = np.where(self.hosts > 1, self.cluster.across.latency, self.cluster.inside.latency)
         return np.where(self.sites > 1, self.between.latency, hop)
 
-    @property
+    @cached_property
     def around(self) -> Numbers:
         """Seconds of the n - 1 hops of a ring, one of which leaves each host, and each site, but the last."""
         between = self.sites - 1
@@ -159,25 +160,27 @@ class Group:
         links = self.cluster
         return inside * links.inside.latency + across * links.across.latency + between * self.between.latency
 
-    @property
+    @cached_property
     def ring_share(self) -> Numbers:
         """(n - 1) / n: the share of an array that each rank sends around a ring."""
         return (self.ranks - 1) / self.ranks
 
+    @cached_property
     def near(self) -> Group:
-        """Return the ranks of one host."""
+        """The ranks of one host."""
         return Group(self.inside, self.inside, self.cluster)
 
+    @cached_property
     def far(self) -> Group:
-        """Return one rank of each host."""
+        """One rank of each host."""
         return Group(self.hosts, np.ones_like(self.inside), self.cluster, self.hosts_here)
 
 
-def group_over(shape: Mapping[str, int], axes: Collection[str], cluster: Cluster) -> Group:
-    """Return the group of a device over these axes of a mesh of this `shape`."""
+def group_over(shape: Mapping[str, Numbers], axes: Collection[str], cluster: Cluster) -> Group:
+    """Return the group of a device over these axes of a mesh of this `shape`, or of many: sizes may be arrays."""
     ranks = math.prod(shape[axis] for axis in axes)
     inside, in_site = ranks_together(shape, axes, cluster)
-    return Group(float(ranks), float(inside), cluster, in_site)
+    return Group(np.asarray(ranks, float), np.asarray(inside, float), cluster, in_site)
 
 
 def ranks_together(
@@ -225,9 +228,9 @@ def hierarchical_reduce(group: Group, size: Numbers) -> Numbers:
     Every GPU of a host reduces its part with those in its place in the other hosts.
     """
     # Reduce-scatter in the host, all-reduce of the parts across hosts, all-gather in the host.
-    far = group.far()
+    far = group.far
     part = size / group.inside
-    return 2 * ring(group.near(), size) + np.minimum(ring_reduce(far, part), tree_reduce(far, part))
+    return 2 * ring(group.near, size) + np.minimum(ring_reduce(far, part), tree_reduce(far, part))
 
 
 def server_reduce(group: Group, size: Numbers) -> Numbers:
@@ -347,11 +350,14 @@ def seconds(
     `ranks_inside` of the `ranks` share a host, and `in_site` a site: None for all. Arguments broadcast; the result has
     their common shape.
     """
-    size, ranks, ranks_inside = (np.asarray(argument, float) for argument in (size, ranks, ranks_inside))
-    in_site = ranks if in_site is None else np.asarray(in_site, float)
-    group = Group(ranks, ranks_inside, cluster, in_site)
+    group = Group(np.asarray(ranks, float), np.asarray(ranks_inside, float), cluster, in_site)
+    return seconds_of(kind, np.asarray(size, float), group)
+
+
+def seconds_of(kind: str, size: Numbers, group: Group) -> Numbers:
+    """Return the seconds of a collective of a group, as `seconds` does."""
     times = [algorithm.time(group, size) for algorithm in _used(kind)]
-    return np.where(ranks > 1, START + np.min(np.broadcast_arrays(*times), axis=0), 0.0)
+    return np.where(group.ranks > 1, START + reduce(np.minimum, times), 0.0)
 
 
 def wire_share(kind: str, ranks: Numbers) -> Numbers:

@@ -17,7 +17,7 @@ from jaxdist.mesh import REPLICA, axes_across, device_numbers
 from jaxdist.mesh.crossing import CrossingTraits
 from jaxdist.planning import collective_time
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.collective_time import Numbers, ranks_together
+from jaxdist.planning.collective_time import Group, Numbers, group_over
 from jaxdist.planning.predicted_collectives import ALL_TO_ALL, Transfer
 
 
@@ -42,14 +42,17 @@ def merge_calls(transfers: Iterable[Transfer]) -> list[Transfer]:
 
 def seconds(transfer: Transfer, shape: Mapping[str, Numbers], cluster: Cluster) -> Numbers:
     """Return the seconds that all calls of a transfer take; sizes may be arrays, of meshes of equally many devices."""
-    inside, in_site = ranks_together(shape, transfer.axes, cluster)
-    in_site = transfer.devices if in_site is None else in_site
+    return seconds_in(group_over(shape, transfer.axes, cluster), transfer)
+
+
+def seconds_in(group: Group, transfer: Transfer) -> Numbers:
+    """Return the seconds that all calls of a transfer take in its group."""
     # A transfer that some of the meshes do not make has no size.
     size = transfer.payload_bytes / np.maximum(transfer.calls, 1)
-    if np.ndim(size) or np.ndim(inside):
-        each = collective_time.seconds(transfer.kind, size, transfer.devices, inside, cluster, in_site)
-    else:
-        each = _seconds_of_call(transfer.kind, float(size), transfer.devices, int(inside), cluster, int(in_site))
+    if np.ndim(size) or np.ndim(group.inside):
+        return transfer.calls * collective_time.seconds_of(transfer.kind, size, group)
+    in_site = int(group.here)
+    each = _seconds_of_call(transfer.kind, float(size), int(group.ranks), int(group.inside), group.cluster, in_site)
     return transfer.calls * each
 
 

@@ -121,13 +121,17 @@ class Steps(Sizes):
         return Split(config, {axis: 1 + int(self.columns[axis].max() > 1) for axis in AXES})
 
     @cached_property
+    def layout(self) -> Layout:
+        """The layout of the example."""
+        return layout_of(self.example, self.cluster)
+
+    @cached_property
     def step(self) -> Step:
         """The step of all candidates, which make the same choices."""
         c = self.columns
         sizes: dict[str, Any] = {axis: c[axis] for axis in AXES}
-        layout = layout_of(self.example, self.cluster)
-        axes = tuple((axis, sizes[axis]) for axis, _ in layout.axes)
-        layout = replace(layout, axes=axes, zigzag=bool(c["ring"][0]))
+        axes = tuple((axis, sizes[axis]) for axis, _ in self.layout.axes)
+        layout = replace(self.layout, axes=axes, zigzag=bool(c["ring"][0]))
         split = replace(self.example, shape=sizes)
         return Step(split, layout, self._runs(), self.tokens, c["losses"], c["exchanged"])
 
@@ -183,8 +187,7 @@ class Steps(Sizes):
         # Any dim that all meshes divide.
         abstract = jax.ShapeDtypeStruct((2 ** len(AXES),), np.float32)
         zero = ZeroOptions(self.example.config.parallel.zero)
-        layout = layout_of(self.example, self.cluster).without(REPLICA)
-        place = placements(layout, {name: (logical,)}, {name: abstract}, zero)[name]
+        place = placements(self.layout.without(REPLICA), {name: (logical,)}, {name: abstract}, zero)[name]
         for trained, part in ((True, self.trained), (False, 1 - self.trained)):
             if part:
                 lies = replace(place, role=replace(place.role, trained=trained))

@@ -13,12 +13,12 @@ from jaxdist.config import ModelConfig
 from jaxdist.mesh import BATCH_AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA
 from jaxdist.planning import expert_rows
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.collective_time import Numbers
+from jaxdist.planning.collective_time import Numbers, group_over
 from jaxdist.planning.predicted_collectives import ALL_TO_ALL, PERMUTE, Transfer
 from jaxdist.planning.replica_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
 from jaxdist.planning.runs import Step
 from jaxdist.planning.search.attention_time import ring_seconds
-from jaxdist.planning.transfer_time import merge_calls, seconds
+from jaxdist.planning.transfer_time import merge_calls, seconds_in
 
 
 @dataclass
@@ -40,17 +40,19 @@ def communication(
     """
     transfers = list(transfers)
     found = Communication(dict.fromkeys(communicating(step.config.model), 0.0))
-    for transfer in merge_calls(transfers):
+    merged = merge_calls(transfers)
+    groups = {axes: group_over(shape, axes, cluster) for axes in {transfer.axes for transfer in merged}}
+    for transfer in merged:
         if _is_step_of_ring(transfer):
             continue
-        took = seconds(transfer, shape, cluster)
+        took = seconds_in(groups[transfer.axes], transfer)
         overlaps = _overlaps_arithmetic(transfer, step, shape)
         found.overlapping += overlaps * took
         found.exposed[purpose(transfer)] += (1 - overlaps) * took
     if any(map(_is_step_of_ring, transfers)):
         found.exposed[CONTEXT] += ring_seconds(step, shape, cluster)
     for transfer in merge_calls(_further_rounds(step, transfers)):
-        found.exposed[EXPERT] += seconds(transfer, shape, cluster)
+        found.exposed[EXPERT] += seconds_in(groups[transfer.axes], transfer)
     # A rank that branches takes part in the collectives of its own units only, not in those of every tick.
     for axis in found.exposed.keys() & {CONTEXT, EXPERT, MODEL}:
         found.exposed[axis] *= step.runs.own
