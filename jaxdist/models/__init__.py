@@ -30,7 +30,7 @@ DECODERS = {"gpt": GPT, "llama": Llama, "moe": Moe}
 """The decoders by their family; the traits of a family are in `config.FAMILIES`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """A decoder taken apart once, so that the engine uses nothing but `jax.*` transforms on plain dicts."""
 

@@ -25,8 +25,8 @@ def enters_again(config: Config, logical: str) -> bool:
     return config.model.remat in WHOLE_BLOCK or learns_columns(config, logical)
 
 
-def forward_only(config: Config) -> set[str]:
+def forward_only(config: Config) -> frozenset[str]:
     """Return the names of parameters whose values no gradient needs because the weights behind them are frozen."""
     unused = [matmuls for logical, matmuls in columns_of(config.model).items() if not enters_again(config, logical)]
     # A norm with a bias shifts what enters these weights.
-    return {f"blocks.{matmul.norm}.bias" for matmuls in unused for matmul in matmuls}
+    return frozenset(f"blocks.{matmul.norm}.bias" for matmuls in unused for matmul in matmuls)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from jaxdist.config import Config
 from jaxdist.mesh import REPLICA
 from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
+from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.placing import ZeroOptions, placements
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.planning import frozen
@@ -44,20 +45,12 @@ class ShardedModel:
         In a pipeline, the parameters of layers are [v, S, depth, ...], as ranks hold them, padding included. Tables
         have the rows that the mesh adds to the vocabulary.
         """
-        model = self.model
-        layout = self.layout
-        abstract = model.abstract
-        if not isinstance(model, Foreign):
-            abstract = Vocabulary(layout, model.vocab).abstract(abstract)
-        axes = model.axes
-        if self.pipe:
-            abstract = self.pipe.stages.abstract(abstract)
-            axes = self.pipe.stages.axes(axes)
-        places = placements(layout, axes, abstract, ZeroOptions.of(self.split))
-        if isinstance(model, Foreign):
-            return lay_out(layout, axes, abstract, places)
-        forward_only = model.forward_only | frozen.forward_only(self.config)
-        return lay_out(layout, axes, abstract, places, forward_only, model.exact)
+        zero = ZeroOptions.of(self.split)
+        if isinstance(self.model, Foreign):
+            places = placements(self.layout, self.model.axes, self.model.abstract, zero)
+            return lay_out(self.layout, self.model.axes, self.model.abstract, places)
+        stages = self.pipe.stages if self.pipe else None
+        return _of_decoder(self.model, self.layout, stages, zero, frozen.forward_only(self.config))
 
     @cached_property
     def of_one_replica(self) -> ShardedModel:
@@ -67,3 +60,18 @@ class ShardedModel:
     def asked(self, config: Config) -> ShardedModel:
         """Return the same model on the same mesh, for a configuration that changes the layout of neither."""
         return replace(self, split=replace(self.split, config=config))
+
+
+# The candidates of a search lay out one model, and many of them alike.
+@lru_cache(maxsize=64)
+def _of_decoder(
+    model: Model, layout: Layout, stages: Stages | None, zero: ZeroOptions, forward_only: frozenset[str]
+) -> list[Placed]:
+    """Return every parameter of a decoder; `forward_only` are names that the model itself does not give."""
+    abstract = Vocabulary(layout, model.vocab).abstract(model.abstract)
+    axes = model.axes
+    if stages:
+        abstract = stages.abstract(abstract)
+        axes = stages.axes(axes)
+    places = placements(layout, axes, abstract, zero)
+    return lay_out(layout, axes, abstract, places, model.forward_only | forward_only, model.exact)
