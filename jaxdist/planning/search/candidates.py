@@ -9,14 +9,27 @@ user asks for something that depends on replicas (`mesh.crossing`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 import numpy as np
 
 from jaxdist.config import Config, RequestError
 from jaxdist.config.pipeline import SCHEDULES as TRAITS
-from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, MeshShape, crossing
+from jaxdist.mesh import (
+    AXES,
+    BATCH_AXES,
+    CONTEXT,
+    DATA,
+    EXPERT,
+    MODEL,
+    PIPELINE,
+    POSITIONS,
+    REPLICA,
+    ZERO_AXES,
+    MeshShape,
+    crossing,
+)
 from jaxdist.mesh.context import SHORTEST_PART
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import divisors
@@ -46,6 +59,11 @@ BRANCHING = [number for number, name in enumerate(SCHEDULES) if name and not TRA
 
 SCHEDULES_AND_CHUNKS = [(number, v) for number, name in enumerate(SCHEDULES) if name for v in TRAITS[name].proposed]
 """The pairs of a schedule's index and chunks on each rank that a pipeline can have."""
+
+
+def devices_along(columns: Columns, axes: Iterable[str]) -> np.ndarray:
+    """Return the number of devices along these axes of each candidate's mesh."""
+    return np.prod([columns[axis] for axis in axes], axis=0)
 
 
 def meshes(config: Config, devices: int) -> list[MeshShape]:
@@ -167,9 +185,9 @@ def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
     # Sharding over one rank, or replicas of what is not sharded, are plain data parallelism. Over several sites they
     # are not the same: `replica` alone lies outside the other axes there. Nor are they where replicas change the loss.
     unsharded = True if crossing.asked(config).name else np.isin(c[REPLICA], (1, sites))
-    zero = np.where(c["zero"] > 0, c[DATA] * c[EXPERT] * c[CONTEXT] > 1, unsharded)
+    zero = np.where(c["zero"] > 0, devices_along(c, ZERO_AXES) > 1, unsharded)
     outside = np.where(c["outside"] == 1, (c["zero"] >= 2) & (c["micro"] > 1) & ~staged, True)
-    batch = config.train.global_batch_size % (c[REPLICA] * c[DATA] * c[EXPERT] * c["micro"]) == 0
+    batch = config.train.global_batch_size % (devices_along(c, BATCH_AXES) * c["micro"]) == 0
     layers = config.model.layers >= c[PIPELINE] * c["virtual"]
 
     # Without a pipeline, `stage` is the same as `block`.
@@ -218,7 +236,7 @@ def candidate_config(config: Config, row: dict[str, int]) -> Config:
 
 
 def _mesh_text(row: dict[str, int]) -> str:
-    if row[REPLICA] > 1 or row[EXPERT] > 1 or row[CONTEXT] > 1:
+    if any(row[axis] > 1 for axis in MESH if axis not in POSITIONS):
         return ",".join(f"{axis}={row[axis]}" for axis in MESH if row[axis] > 1)
     return f"{row[DATA]}x{row[MODEL]}x{row[PIPELINE]}"
 

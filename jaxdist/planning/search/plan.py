@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxdist.config import FAMILIES, Config, RequestError
-from jaxdist.mesh import CONTEXT, EXPERT, MODEL, PIPELINE, REPLICA, crossing, describe
+from jaxdist.mesh import FAST, MODEL, PIPELINE, REPLICA, crossing, describe
 from jaxdist.models import Model, build_decoder
 from jaxdist.planning.clusters import Cluster, check_sites
 from jaxdist.planning.search import advice
@@ -170,9 +170,7 @@ def complexity(candidate: Estimate) -> tuple[int, ...]:
         changing,
         len(misplaced(shape, candidate.cluster)),
         int(staged),
-        int(shape[MODEL] > 1),
-        int(shape[CONTEXT] > 1),
-        int(shape[EXPERT] > 1),
+        *(int(shape[axis] > 1) for axis in reversed(FAST)),
         int(shape[REPLICA] > 1),
         ZERO_ORDER.index(config.parallel.zero),
         REMATS.index(config.model.remat),

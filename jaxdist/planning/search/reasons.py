@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, describe
+import math
+from collections.abc import Callable
+
+from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, FAST, MODEL, PIPELINE, REPLICA, describe
 from jaxdist.output.units import size
 from jaxdist.planning import context_report
 from jaxdist.planning.search.estimate import Estimate, estimate
@@ -17,16 +20,11 @@ def reason(plan: Plan) -> str:
     """Return which of the lecture's tips decided for the first candidate, each with the figures that show it."""
     first = plan.ranked[0]
     sentences = [_simplest(plan, first)]
-    if all(first.shape[axis] == 1 for axis in (EXPERT, CONTEXT, MODEL, PIPELINE)):
+    if all(size == 1 for axis, size in first.shape.items() if axis not in (REPLICA, DATA)):
         sentences.append("data parallelism alone is enough")
     if first.config.parallel.zero:
         sentences += [_traffic(plan, first), _less_sharded(plan, first)]
-    if first.shape[EXPERT] > 1:
-        sentences.append(_experts(plan, first))
-    if first.shape[CONTEXT] > 1:
-        sentences.append(_context(plan, first))
-    if first.shape[MODEL] > 1:
-        sentences.append(_tensors(plan, first))
+    sentences += [say(plan, first) for axis, say in OF_AXES.items() if first.shape[axis] > 1]
     if first.split.pipelined:
         sentences.append(_stages(first))
     return "; ".join(filter(None, sentences))
@@ -90,8 +88,7 @@ def _same_sharding(one: Estimate, other: Estimate) -> bool:
 def _experts(plan: Plan, first: Estimate) -> str:
     """Return how many experts a device has, and what it sends to reach those of others and where they are."""
     experts = plan.config.model.experts
-    # The axes further in lie between two devices that have different experts.
-    where = _where(plan, first, first.shape[EXPERT] * first.shape[CONTEXT] * first.shape[MODEL])
+    where = _where(plan, first, EXPERT)
     return (
         f"a device has {experts // first.shape[EXPERT]} of {experts} experts, and sends {size(first.sent(EXPERT))} to "
         f"those of other devices {where}"
@@ -100,7 +97,7 @@ def _experts(plan: Plan, first: Estimate) -> str:
 
 def _context(plan: Plan, first: Estimate) -> str:
     """Return how attention runs over `context`, what a device sends for it, and where it is hidden."""
-    where = _where(plan, first, first.shape[CONTEXT] * first.shape[MODEL])
+    where = _where(plan, first, CONTEXT)
     return (
         f"{context_report.sentence(first.split)}; {size(first.sent(CONTEXT))} in a step, {where}, for "
         f"which attention waits {first.share(CONTEXT):.1%} of the step"
@@ -109,11 +106,16 @@ def _context(plan: Plan, first: Estimate) -> str:
 
 def _tensors(plan: Plan, first: Estimate) -> str:
     """Return whether every group of the model axis lies in one host."""
-    return f"tensors are split {_where(plan, first, first.shape[MODEL])}"
+    return f"tensors are split {_where(plan, first, MODEL)}"
 
 
-def _where(plan: Plan, first: Estimate, neighbours: int) -> str:
-    """Return whether every group of this number of neighbouring devices lies in one host."""
+OF_AXES: dict[str, Callable[[Plan, Estimate], str]] = {EXPERT: _experts, CONTEXT: _context, MODEL: _tensors}
+"""What is said of the axes that communicate in every layer."""
+
+
+def _where(plan: Plan, first: Estimate, axis: str) -> str:
+    """Return whether every group of `axis` lies in one host: between its devices lie those of the axes further in."""
+    neighbours = math.prod(first.shape[inner] for inner in AXES[AXES.index(axis) :])
     per_host = plan.cluster.per_host
     inside = first.devices <= per_host or per_host % neighbours == 0
     return "inside a host" if inside else "ACROSS hosts"
@@ -122,7 +124,7 @@ def _where(plan: Plan, first: Estimate, neighbours: int) -> str:
 def _stages(first: Estimate) -> str:
     """Compare what a device sends between stages with what it sends over the other axes."""
     between = first.sent(PIPELINE)
-    others = {axis: first.sent(axis) for axis in (DATA, EXPERT, CONTEXT, MODEL) if first.sent(axis)}
+    others = {axis: first.sent(axis) for axis in (DATA, *FAST) if first.sent(axis)}
     sentence = f"a device sends {size(between)} between stages"
     if not others:
         return sentence

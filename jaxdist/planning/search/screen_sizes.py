@@ -11,14 +11,14 @@ import numpy as np
 
 from jaxdist.config import Config
 from jaxdist.config.trained import trained_beside
-from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA
+from jaxdist.mesh import BATCH_AXES, EXPERT, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES, ZERO_AXES
 from jaxdist.mesh.crossing import asked
 from jaxdist.mesh.split import compute_width, own_rows, own_tokens
 from jaxdist.models import Model, parameters
 from jaxdist.parallel.crossing import Crossing, with_replicas
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.search.candidates import REMATS, Columns
+from jaxdist.planning.search.candidates import REMATS, Columns, devices_along
 from jaxdist.planning.search.distinct import Column
 
 
@@ -104,12 +104,12 @@ class Sizes:
     @cached_property
     def shards(self) -> Column:
         """The devices over which ZeRO may shard a parameter that is not of an expert: those of `ZERO_AXES`."""
-        return self.shards_of_experts * self.columns[EXPERT]
+        return devices_along(self.columns, ZERO_AXES)
 
     @cached_property
     def shards_of_experts(self) -> Column:
         """The devices over which ZeRO may shard a parameter of an expert."""
-        return self.columns[DATA] * self.columns[CONTEXT]
+        return self.shards // self.columns[EXPERT]
 
     @cached_property
     def at_rest(self) -> Column:
@@ -163,13 +163,13 @@ class Sizes:
     @cached_property
     def rows(self) -> Column:
         """The rows of a micro-batch on one device."""
-        ranks = self.columns[REPLICA] * self.columns[DATA] * self.columns[EXPERT]
+        ranks = devices_along(self.columns, BATCH_AXES)
         return own_rows(self.config.train.global_batch_size, self.columns["micro"], ranks)
 
     @cached_property
     def tokens(self) -> Column:
         """The tokens of a micro-batch on one device."""
-        return own_tokens(self.rows, self.config.model.sequence, self.columns[CONTEXT])
+        return own_tokens(self.rows, self.config.model.sequence, devices_along(self.columns, SEQUENCE_AXES))
 
     @property
     def width(self) -> int:

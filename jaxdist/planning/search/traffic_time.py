@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from jaxdist.config import ModelConfig
-from jaxdist.mesh import BATCH_AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA
+from jaxdist.mesh import BATCH_AXES, CONTEXT, DATA, EXPERT, FAST, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES
 from jaxdist.planning import expert_rows
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers, group_over
@@ -54,7 +54,7 @@ def communication(
     for transfer in merge_calls(_further_rounds(step, transfers)):
         found.exposed[EXPERT] += seconds_in(groups[transfer.axes], transfer)
     # A rank that branches takes part in the collectives of its own units only, not in those of every tick.
-    for axis in found.exposed.keys() & {CONTEXT, EXPERT, MODEL}:
+    for axis in found.exposed.keys() & FAST:
         found.exposed[axis] *= step.runs.own
     return found
 
@@ -77,7 +77,7 @@ def purpose(transfer: Transfer) -> str:
         return EXPERT
     if transfer.kind in (ALL_TO_ALL, PERMUTE) and transfer.axes == (CONTEXT,):
         return CONTEXT
-    if set(transfer.axes) & {*BATCH_AXES, CONTEXT}:
+    if set(transfer.axes) & {*BATCH_AXES, *SEQUENCE_AXES}:
         return DATA
     return MODEL if MODEL in transfer.axes else PIPELINE
 
@@ -92,11 +92,9 @@ def _further_rounds(step: Step, transfers: Iterable[Transfer]) -> Iterator[Trans
 
     Their number is not known, so that it is assumed here.
     """
-    if not step.config.model.traits.routed:
-        return
-    first, times, further = expert_rows.all_rounds(step.config.model, step.tokens)
     for transfer in transfers:
         if purpose(transfer) == EXPERT:
+            first, times, further = expert_rows.all_rounds(step.config.model, step.tokens)
             yield replace(
                 transfer, calls=transfer.calls * times, elements=transfer.elements * (times * further / first)
             )
