@@ -125,7 +125,7 @@ def test_the_table_says_how_old_a_step_is(tmp_path, monkeypatch):
     beats = [beat(0, step=50, ago=0.0), beat(1, step=42, ago=4.0, data_seconds=6.63e-05), beat(2, ended=0)]
     monkeypatch.setattr(watching.heartbeat, "read", lambda folder: beats)
     monkeypatch.setattr(watching.time, "time", lambda: NOW)
-    head, first, second, third, last = watching.table(watching.watch(tmp_path))
+    head, first, second, third, last = watching.lines(watching.watch(tmp_path))
     assert re.split(" {2,}", head)[3:6] == ["step", "heard", "now about"]
     assert re.split(" {2,}", first)[3:6] == ["50", "0 s ago", "step 50"]
     assert re.split(" {2,}", second)[3:6] == ["42", "4 s ago", "step 50"]

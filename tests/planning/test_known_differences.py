@@ -41,7 +41,7 @@ def faked(config: Config, jax: str = "0.10.2", gpu: str | None = None, less: dic
     shape = parse_mesh(config.mesh)
     mesh = abstract_mesh(shape)
     layout = Layout.of(Split(config, mesh.shape), mesh, GPUS[gpu] if gpu else explain.CPU)
-    program = Program("", 1, 1, 0, 1, 0.1, 0.1, 1, jax)
+    program = Program("", 1, 1, 0, 1, 0.1, 0.1, jax)
     sharded = sharded_by(config, models.build(config.model, layout), layout)
     report = Report(sharded, mesh, program, gpu, GPUS[gpu] if gpu else None)
     report.__dict__["collectives"] = moved(report.transfers, less or {})

@@ -79,6 +79,11 @@ def unpacked(message: Array, size: int, form: Form) -> Tensor:
     return jnp.put_along_axis(empty, places, values, axis=1, inplace=False).reshape(size)
 
 
+def left(x: Tensor, sent: Tensor) -> Tensor:
+    """Return what is not sent, and waits."""
+    return x - sent
+
+
 def cross(
     gradients: Float[np.ndarray, "steps R n"], density: float = 0.01, bits: int = 16, feedback: bool = True
 ) -> Crossed:
@@ -94,7 +99,7 @@ def cross(
             message = packed(*largest(x, density, form), form)
             every = lax.all_gather(message, REPLICA)
             arrived = jnp.mean(jnp.stack([unpacked(one, size, form) for one in every]), axis=0)
-            waiting = x - unpacked(message, size, form)
+            waiting = left(x, unpacked(message, size, form))
             # Without feedback the next step begins with nothing.
             return waiting if feedback else jnp.zeros_like(waiting), (arrived, waiting)
 
