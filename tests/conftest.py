@@ -75,8 +75,9 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     """`--exhaustive` runs the tests of that mark alone; without it they are left out."""
     wanted = config.getoption("--exhaustive")
+    left_out = [item for item in items if ("exhaustive" in item.keywords) != wanted]
     chosen = [item for item in items if ("exhaustive" in item.keywords) == wanted]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    config.hook.pytest_deselected(items=left_out)
     if config.getoption("--touched") is not None:
         workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
         chosen = touched.in_order(chosen, _seconds(config), workers)

@@ -228,6 +228,7 @@ def test_gpus_that_the_driver_shows_and_jax_does_not_are_told(monkeypatch, tmp_p
     assert runtime.own_devices(ProcessEnv(), parse_mesh("-1x2x1")) == 2  # as many as the mesh needs, made of the CPU
 
 
+@pytest.mark.slow
 def test_processes_that_a_script_of_ones_own_has_joined_have_a_mesh():
     """They have called `jax.distributed.initialize`, and not told each other of themselves."""
     program = """

@@ -220,7 +220,7 @@ tell([process, jax.config.jax_compilation_cache_dir, said])
 """
 
 
-@pytest.mark.parametrize("wrong", thinned([("another folder",), ("on process 0",), ("on process 1",), ("",)], 3))
+@pytest.mark.parametrize("wrong", thinned([("another folder",), ("on process 0",), ("on process 1",), ("",)], 4))
 def test_processes_keep_programs_together_or_not_at_all(wrong, tmp_path):
     """Process 0 says why."""
     good, other = tmp_path / "programs", tmp_path / "other"

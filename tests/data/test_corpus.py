@@ -241,6 +241,7 @@ print(corpus.open_corpus(DataConfig(path=Path(sys.argv[1])), 300, 16).fingerprin
 """
 
 
+@pytest.mark.slow
 def test_processes_that_race_or_die_leave_a_whole_cache(write, cache):
     path = write("a.txt", POEM * 20)
     start = lambda how: subprocess.Popen(

@@ -69,6 +69,7 @@ def test_files_and_questions_are_judged_alike_in_two_processes(trained, what, tm
     assert (json.loads(first), second) == (alone, "")
 
 
+@pytest.mark.slow
 def test_other_options_in_one_process_are_refused():
     commands = meeting([sys.executable, "-m", "jaxdist.bench", "step"], 2)
     commands[1].append("--repeats=7")

@@ -55,6 +55,7 @@ def torchrun(commands: list[list[str]]) -> list[tuple[list[str], dict[str, str]]
     return [(["env", *(f"{k}={v}" for k, v in own(i).items()), *plain(words)]) for i, words in enumerate(commands)]
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_curve_of_one(text, tmp_path):
     """Started as torchrun does it, four devices in two processes; gloo's own words are not on standard output."""
     options = ("--mesh=4x1x1", "--parallel.zero=2", "--train.steps=6", "--validation.every=3")

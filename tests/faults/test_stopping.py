@@ -82,7 +82,7 @@ def check_saved(folder, running, name: str) -> None:
     ("processes", "number"),
     [
         pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
-        (2, signal.SIGINT),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
         *exhaustive([(4, signal.SIGTERM)]),
     ],
 )

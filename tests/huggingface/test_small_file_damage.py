@@ -312,6 +312,7 @@ def test_a_tokenizer_with_a_key_twice_is_refused_where_tokens_are_added_to_it(fo
     assert "tokenizer.json" in "".join(refusal(tokenizer, path))
 
 
+@pytest.mark.slow
 def test_a_whole_folder_is_read(folder):
     for read in READERS:
         assert refusal(read, folder()) == [], read

@@ -147,6 +147,7 @@ def test_bytes_into_a_server(monkeypatch):
     assert not checks.server("24.2", "1%", workers=4).passed
 
 
+@pytest.mark.slow
 def test_the_command(monkeypatch, tmp_path, capsys):
     """Of one algorithm, on few nodes."""
     monkeypatch.setattr(all_reduce, "SIZES", (2, 4, 8, 16))

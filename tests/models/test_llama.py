@@ -121,6 +121,7 @@ def test_values_of_another_family_are_its_row(one_device, monkeypatch, qk_norm):
     assert not np.any(jax.jit(model.init)(jax.random.key(0))["norm"]["scale"])
 
 
+@pytest.mark.slow
 def test_attention_has_a_base_and_scores_of_its_own(one_device):
     """The base is that of the layer, and not of the configuration; so is the scale."""
     module = GroupedAttention(CONFIG, one_device, nnx.Rngs(0), Scores(3 * 8**-0.5), theta=50.0)

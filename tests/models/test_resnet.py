@@ -162,6 +162,7 @@ def test_statistics_change_in_train_mode_by_a_tenth():
     np.testing.assert_allclose(norm.var[...], 0.9 + 0.1 * np.var(inside, (0, 1, 2)), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resnet_inside_jit_with_its_state_passed_through(resnet):
     graph, params, rest = resnet
     x = images(4, 8, 8, 1)
@@ -184,6 +185,7 @@ def test_dropout_drops_in_train_mode_only():
     assert not jax.tree.leaves(nnx.state(make(CNN, 10, 1), nnx.RngState))
 
 
+@pytest.mark.slow
 def test_gradients_inside_jit_with_the_state_passed_through():
     """A second step goes on with the statistics and the random numbers of the first, as a plain module does."""
     start = lambda: CNN(10, 1, nnx.Rngs(0), width=4, dropout=0.5)

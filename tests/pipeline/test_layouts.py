@@ -25,6 +25,7 @@ def run_on(mesh: str, schedule: str = "1f1b", virtual: int = 0, zero: int = 0, *
     return Run(config, devices=jax.devices()[: int(np.prod([int(size) for size in mesh.split("x")]))])
 
 
+@pytest.mark.slow
 def test_layers_saved_on_one_pipeline_are_the_same_bits_on_another(tmp_path):
     """Four stages of 2, 2, 1 and 1 layers; then two stages in three parts each; then one device."""
     wanted = None

@@ -81,7 +81,7 @@ def test_stages_that_send_the_most_are_not_said_to_send_least():
 
 @pytest.mark.parametrize(
     ("name", "devices", "more", "wrong"),
-    [("llama_70b", 8, {}, 16), ("llama_8b", 2, {}, None), ("llama_70b", 1, {}, 2)],
+    [pytest.param("llama_70b", 8, {}, 16, marks=pytest.mark.slow), ("llama_8b", 2, {}, None), ("llama_70b", 1, {}, 2)],
 )
 def test_what_is_proposed_where_nothing_fits_does_fit(name, devices, more, wrong):
     """Each number of devices, cluster and length of row of the sentence gives a plan."""

@@ -168,6 +168,7 @@ def test_the_command_tells_how_attention_runs(capsys):
     assert "inside a host" in chosen
 
 
+@pytest.mark.slow
 def test_the_summary_of_a_run_tells_how_attention_runs():
     asked = {"mesh": "context=2", "precision": "float32", "model.sequence": "64", "train.global_batch_size": "2"}
     lines = outlook(Run(load("gpt_tiny", asked)))

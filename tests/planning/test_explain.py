@@ -29,6 +29,7 @@ def report() -> Report:
     return explain.explain(Config(mesh="2x2x1", model=model, parallel=ParallelConfig(zero=3), train=train))
 
 
+@pytest.mark.slow
 def test_the_json_has_the_documented_schema(report):
     told = json.loads(json.dumps(report.json()))
     assert (told["devices"], told["mesh"], told["target"], told["precision"]) == (4, "data=2 model=2", None, "float32")

@@ -72,6 +72,7 @@ def test_both_programs_are_as_predicted(report, printed):
     assert {one["axis"] for one in outer["collectives"]} == {"replica"}
 
 
+@pytest.mark.slow
 def test_int8_sends_a_quarter_once_in_a_round(report):
     outer = report.outer.json()
     assert outer["wire_bytes_per_axis_and_step"] == {

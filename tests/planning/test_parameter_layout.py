@@ -121,7 +121,9 @@ def test_what_splits_nothing_is_said():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], ["1,071,872 parameters", "every parameter lies whole on every device"]),
+        pytest.param(
+            [], ["1,071,872 parameters", "every parameter lies whole on every device"], marks=pytest.mark.slow
+        ),
         (["llama_70b", "--mesh=data=64,model=8"], ["512 x ", "data=64 model=8", "128256x8192", "model data"]),
     ],
 )

@@ -217,6 +217,7 @@ def test_more_devices():
     assert 1.8 * rates[0] < rates[1] < 2.2 * rates[0]
 
 
+@pytest.mark.slow
 def test_pictures(tmp_path, capsys):
     """With 60 devices there is no way around a pipeline of 15 or less."""
     path = tmp_path / "plan.png"

@@ -112,6 +112,7 @@ def test_what_fits_with_a_larger_share(monkeypatch):
     assert not fits(60)
 
 
+@pytest.mark.slow
 def test_a_program_of_more_cpu_devices_than_here(monkeypatch, capfd):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_cpu_enable_fast_math=false")
     program = compile_apart(lowering.product, None, 12)
@@ -125,6 +126,7 @@ def test_a_program_of_more_cpu_devices_than_here(monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_this_process_keeps_its_backend():
     """In a fresh one: neither is a backend made, nor does `lower` need to be imported with jax's platform set."""
     code = (
@@ -136,6 +138,7 @@ def test_this_process_keeps_its_backend():
     assert (done.returncode, done.stdout) == (0, "")
 
 
+@pytest.mark.slow
 def test_errors_come_back_as_they_are():
     with pytest.raises(RequestError) as request:
         compile_apart(lowering.mistakes, None, 1)

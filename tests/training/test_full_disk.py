@@ -116,9 +116,8 @@ def test_every_file_of_a_run_has_a_row(straight):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
-@pytest.mark.parametrize(
-    "size", [pytest.param(480, marks=pytest.mark.slow), 560, pytest.param(2000, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [480, 560, 2000])
 def test_a_disk_of_few_kilobytes(size, text, tmp_path):
     """Its end comes within the first step that is saved, within the best one, and within a later one."""
     disk = tmp_path / "disk"

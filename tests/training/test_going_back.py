@@ -66,6 +66,7 @@ def test_a_damaged_newest_is_passed_over_and_the_end_is_the_same(options, finish
     assert "finished at step 20" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_back_to_a_step_that_was_asked_for(options, finished, copy, capsys):
     """Of a run that is finished; what came later is no part of it any more, and what comes is the same again."""
     argv = [*options, f"--run-dir={copy}"]
@@ -211,6 +212,7 @@ def test_what_resume_may_be(text):
         load(None, {"resume": text})
 
 
+@pytest.mark.slow
 def test_the_count_of_skipped_updates_goes_on(options, tmp_path, capsys):
     """Steps 2, 3 and 4 are not finite. Gone on with from step 3, the run stops after one more, and not after three."""
     argv = over(options, "--checkpoint.every=3", "--train.max-skipped=3", f"--run-dir={tmp_path / 'nan'}")
@@ -224,6 +226,7 @@ def test_the_count_of_skipped_updates_goes_on(options, tmp_path, capsys):
     assert lines(tmp_path / "again")[-1]["skipped"] == 3
 
 
+@pytest.mark.slow
 def test_weights_of_another_run(options, finished, tmp_path, capsys):
     """A run that goes no step has the loss of the one whose weights it has; the tokenizer comes with them."""
     argv = [*options, f"--run-dir={tmp_path / 'tuned'}", "--optimizer.learning-rate=1e-9", "--train.steps=2"]

@@ -101,7 +101,13 @@ def test_a_folder_without_room_is_refused_before_step_1(request_of, tmp_path):
             train.main(request_of("small/run"))
 
 
-@pytest.mark.parametrize(("filled", "reason"), [(True, "no space left on device"), (False, "read-only file system")])
+@pytest.mark.parametrize(
+    ("filled", "reason"),
+    [
+        pytest.param(True, "no space left on device", marks=pytest.mark.slow),
+        (False, "read-only file system"),
+    ],
+)
 def test_a_disk_that_fails_during_a_run_ends_it_with_a_sentence(
     request_of, tmp_path, monkeypatch, capfd, filled, reason
 ):

@@ -95,6 +95,7 @@ def test_two_runs_in_one_folder_are_refused(run, tmp_path, request_of):
     assert len(lines(run("busy"))) == 22  # free again
 
 
+@pytest.mark.slow
 def test_readers_leave_a_save_in_progress_alone(run):
     folder = run("read")
     torn = folder / "checkpoints" / "25.orbax-checkpoint-tmp" / "params"
@@ -168,6 +169,7 @@ def test_other_data_is_refused(run, killed, text):
     assert (folder / "loss.png").exists()
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept(run, capsys):
     folder = run("best", "--optimizer.learning-rate=0.02", "--checkpoint.keep=1")
     validated = {line["step"]: line["validation_loss"] for line in lines(folder) if "validation_loss" in line}

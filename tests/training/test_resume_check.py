@@ -92,6 +92,7 @@ def rates(folder):
     return {line["step"]: line["learning_rate"] for line in lines(folder) if "loss" in line}
 
 
+@pytest.mark.slow
 def test_a_longer_run_goes_on_and_is_the_run_that_was_long_from_the_start(run, capsys):
     """Up to the rounding of nothing: its learning rate is the same in each step, and so are its losses."""
     constant = ("--optimizer.schedule=constant", "--optimizer.decay-fraction=0", "--validation.every=0")

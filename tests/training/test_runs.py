@@ -284,6 +284,7 @@ def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
     assert line == {"step": 1, "validation_loss": None}
 
 
+@pytest.mark.slow
 def test_wandb_that_fails_never_stops_a_run(run, monkeypatch, capsys):
     def fail(**_):
         raise ConnectionError("no network")

@@ -101,6 +101,7 @@ def test_equals_one_device(mesh, options):
     assert loss == pytest.approx(wanted_loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_knows_no_stages(tmp_path):
     """Saved by two stages and restored by three, of which two are padded, and by one device: the same bits."""
     there = made("1x1x2", accumulation=2, zero=1)
