@@ -126,7 +126,7 @@ def _compiled(
 ) -> ReportT:
     """Compile `lower(devices)` for `count` devices, and return the report of this kind.
 
-    `numbers` has those of the devices that the program's mesh has, as `mesh.device_numbers` does; `split` is what they
+    `numbers` has the numbers of the devices of the program's mesh, as `mesh.device_numbers` does; `split` is what they
     compute.
     """
     from jaxdist import models

@@ -48,7 +48,7 @@ class Fit:
 def fit_amdahl(points: Sequence[tuple[float, float]]) -> Fit:
     """Fit Amdahl's law by least squares in 1/S, which is linear in s: 1/S - 1/N = s (1 - 1/N).
 
-    `points` and the error raised are those of `fit_gustafson`.
+    `points` and the error raised are as in `fit_gustafson`.
     """
     lines = [(1 - 1 / n, 1 / speed_up - 1 / n) for n, speed_up in points if n > 1]
     return _fit(amdahl, lines)

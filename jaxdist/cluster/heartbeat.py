@@ -36,7 +36,7 @@ IDLE = "waiting for other processes, which measure without this one"
 LISTENING = "waiting for the next line of a conversation"
 
 PHASES = (STARTING, AWAITING, READING, COMPILING, STEPPING, VALIDATING, SAMPLING, SAVING, WAITING, ENDING)
-"""The phases in the order in which a step passes them; the data that are waited for are those of the next step."""
+"""The phases in the order in which a step passes them; the data that are waited for belong to the next step."""
 
 LEAST_INTERVAL = 5.0
 """Seconds between two heartbeats of a process, at least."""
@@ -48,7 +48,7 @@ SILENT = 4
 """A process counts as silent when this number of its heartbeats is missing."""
 
 SLOW_STEP = 1.5
-"""A process is slow if its steps take this many times longer than those of the others."""
+"""A process is slow if its steps take this many times longer than the others' steps."""
 
 LATE_DATA = 0.25
 """A process is slow if it waits for data for this part of its step longer than the others."""

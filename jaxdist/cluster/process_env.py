@@ -1,4 +1,4 @@
-"""This process among those of its job, and where they meet: from options, or from what a launcher left behind.
+"""This process among the processes of its job, and where they meet: from options, or from what a launcher left behind.
 
 No jax here, so that a mistake is reported before anything slow begins.
 """
@@ -55,7 +55,7 @@ PORTS = 4096
 
 @dataclass(frozen=True)
 class ProcessEnv:
-    """This process among those of its job."""
+    """This process among the processes of its job."""
 
     processes: int = 1
     process: int = 0

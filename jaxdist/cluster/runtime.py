@@ -198,7 +198,7 @@ def _same_of_each(devices: list[jax.Device], count: int) -> list[jax.Device]:
 def first(count: int, wanted: str) -> list[jax.Device]:
     """Return the first `count` devices of the job, for a measurement that uses only part of them.
 
-    Those of process 0 come first, then those of the other processes on its host. Call it as early as `start`. `wanted`
+    The devices of process 0 come first, then those of its host's other processes. Call it as early as `start`. `wanted`
     begins the sentence of the `RequestError` raised if there are fewer: `--devices 1,2,4 needs`.
     """
     processes = kv_store.processes()
@@ -327,7 +327,7 @@ def _split_cpu(count: int) -> None:
 
 
 def capacity(device: jax.Device) -> int | None:
-    """Return the bytes of memory that a device has; all CPU devices share those of the machine.
+    """Return the bytes of memory that a device has; all CPU devices share the machine's.
 
     For a GPU it is what JAX may take of it; None where the backend does not say.
     """

@@ -101,7 +101,7 @@ def _parts(command: Command) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _alike(commands: Mapping[str, Command]) -> Iterator[tuple[list[str], Command]]:
-    """Yield each command with the names of all commands that are the same, such as those of the claims of the lab."""
+    """Yield each command with the names of all commands that are the same, such as the claims of the lab."""
     groups: list[tuple[list[str], Command]] = []
     for name, command in commands.items():
         for names, other in groups:

@@ -249,7 +249,7 @@ def _mlp(config: ModelConfig) -> Iterator[Matmul]:
 
 
 def _experts(config: ModelConfig) -> Iterator[Matmul]:
-    """Yield the router, the weights of the experts, and those of the experts that all tokens share, if there are any.
+    """Yield the router, the weights of the experts, and of the experts that all tokens share, if there are any.
 
     The router's scores are as few values as there are experts, and nothing splits them.
     """

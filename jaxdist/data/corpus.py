@@ -92,7 +92,7 @@ def open_corpus(
 
 
 def _open(config: DataConfig, vocab: int, progress: Progress, earlier: bool = False) -> Corpus:
-    """Return the tokens that `config` asks for; those of the `EARLIER` version, if that is asked for."""
+    """Return the tokens that `config` asks for; of the `EARLIER` version, if that is asked for."""
     source, held_out = open_sources(config)
     given = None
     if config.tokenizer:
@@ -240,7 +240,7 @@ def _open_text(
         validation,
         tokenizer=used.text,
         special=used.special,
-        # Other tokens than those of an earlier version have another name.
+        # Tokens that differ from an earlier version's have another name.
         fingerprint=digest(content, *identity(used), *(["once"] if own else [])),
         source=description,
         changed=own > 0,

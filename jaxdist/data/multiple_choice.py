@@ -207,7 +207,7 @@ class Encoded(NamedTuple):
 
 
 def encode(tokenizer: Tokenizer, special: SpecialTokens, context: str, choice: str, apart: bool = False) -> Encoded:
-    """Return the tokens of a context, and those of a choice after it; with `apart`, as they are by themselves.
+    """Return the tokens of a context, and of a choice after it; with `apart`, each encoded by itself.
 
     Where a token spans the join, the context keeps the tokens that it has alone, and the choice has those after as
     many: so does lm-evaluation-harness 0.4.

@@ -76,7 +76,7 @@ def judged_use(here: Here, platform: str, used: int, processes: int) -> Finding:
 def shared_memory(processes: list[tuple[list[str], float]]) -> Iterator[Finding]:
     """Check that processes which share a GPU do not take more memory than it has.
 
-    `processes` are those of this host: the GPUs of each, and the share of their memory that it takes.
+    `processes` are the ones on this host: the GPUs of each, and the share of their memory that it takes.
     """
     for gpu in sorted({gpu for gpus, _ in processes for gpu in gpus}):
         parts = [share for gpus, share in processes if gpu in gpus]

@@ -1,7 +1,7 @@
 """Say what the keys of a small JSON file may be, and refuse anything else by the name of its key. No jax here.
 
-A table of rules belongs to each file: `huggingface/schema.py` has those of a folder of Hugging Face,
-`training/checkpoint/step_dir.py` those of a step of a run.
+A table of rules belongs to each file: `huggingface/schema.py` has the rules for a folder of Hugging Face,
+`training/checkpoint/step_dir.py` the rules for a step of a run.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def maximum_of(folder: Folder) -> int:
 
 
 def longest_sequence(folder: Folder, values: dict[str, Any]) -> int:
-    """Return the longest sequence S that the folder's model is good for; `values` are those of `model_values`.
+    """Return the longest sequence S that the folder's model is good for; `values` come from `model_values`.
 
     A scaling of rotary positions covers `factor` times the sequence that it begins with.
     """
@@ -115,7 +115,7 @@ def longest_sequence(folder: Folder, values: dict[str, Any]) -> int:
 
 
 def differing(values: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
-    """Yield the names among `given` knobs of `model` whose values are not those of a folder, `values`.
+    """Yield the names among `given` knobs of `model` whose values differ from a folder's, `values`.
 
     A value of 0 counts as the one that it stands for.
     """

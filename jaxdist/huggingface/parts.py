@@ -34,7 +34,7 @@ class PlacedPiece:
 
     piece: Piece
     letters: str
-    """The letters of our parameter without those of layers and experts, along which their tensors are stacked."""
+    """The letters of our parameter without L and E, along which their tensors are stacked."""
     sizes: Mapping[str, int]
     """The size of each letter."""
     joined: Span

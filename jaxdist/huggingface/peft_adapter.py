@@ -70,7 +70,7 @@ def adapter_config(model: ModelConfig, base: Path | None) -> dict[str, Any]:
         "target_modules": [_short(model, module.piece) for module in modules],
         "rank_pattern": {name: count * model.lora_rank for name, count in several.items()},
         "alpha_pattern": {name: _number(count * alpha) for name, count in several.items()},
-        # The weights of GPT-2 are [in, out] (Conv1D), those of the others [out, in].
+        # The weights of GPT-2 are [in, out] (Conv1D), of the others [out, in].
         "fan_in_fan_out": model.family == "gpt",
         "bias": "none",
         "modules_to_save": None,
@@ -96,7 +96,7 @@ def _short(model: ModelConfig, piece: Piece) -> str:
 
 @dataclass(frozen=True)
 class Module:
-    """A module of the base with the pairs that stand beside it: one, or those of weights that it has fused."""
+    """A module of the base with the pairs beside it: one, or one for each weight that it has fused."""
 
     leaf: Leaf
     piece: Piece

@@ -85,5 +85,5 @@ def from_json(path: Path, tokenizer: Tokenizer) -> SpecialTokens:
 
 
 def known(tokenizer: Tokenizer, ids: Iterable[int]) -> tuple[int, ...]:
-    """Return those of the ids that a tokenizer has: a folder may still have the default of transformers, 50,256."""
+    """Return the ids that a tokenizer has: a folder may still have the default of transformers, 50,256."""
     return tuple(token for token in ids if tokenizer.id_to_token(token) is not None)

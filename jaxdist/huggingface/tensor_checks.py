@@ -180,7 +180,7 @@ def _listed(names: Iterable[str]) -> str:
 def _columns(found: list[tuple[int, ...]]) -> list[list[list[int]]]:
     """Return the numbers at each place of names that are alike: all at once, if every combination of them is there.
 
-    Otherwise each combination of numbers after the first, those of experts, is by itself.
+    Otherwise each combination of numbers after the first (of experts) is by itself.
     """
     columns = [sorted(set(column)) for column in zip(*found, strict=True)]
     if math.prod(len(column) for column in columns) == len(found):

@@ -105,7 +105,7 @@ def _put_before(tokenizer: Tokenizer) -> list[int]:
     # Its own tokens are texts that every tokenizer knows; nearly always the first one is enough.
     for text in tokenizer.get_vocab():
         encoding = tokenizer.encode(text)
-        # None for the tokens of the post-processor, 0 for those of the text.
+        # None for the tokens of the post-processor, 0 for the tokens of the text.
         sequences = encoding.sequence_ids
         if 0 in sequences:
             return encoding.ids[: sequences.index(0)]

@@ -56,7 +56,7 @@ FAST = (EXPERT, CONTEXT, MODEL)
 """The axes that communicate in every layer, and need the fastest links."""
 
 MOST_CPU_DEVICES = 1024
-"""Most devices that a CPU is split into: JAX takes CPU devices numbered 2048 and above for those of other processes."""
+"""Most devices that a CPU is split into: JAX assigns CPU devices numbered 2048 and above to other processes."""
 
 MOST_THAT_COMPUTE = 256
 """Most devices of a CPU that compute. Their threads have to meet in each collective: on two cores 128 generate two

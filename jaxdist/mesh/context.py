@@ -102,7 +102,7 @@ def ring_elements(elements: int, ranks: int) -> RingElements:
 def ring_bytes(elements: int, ranks: int, width: int) -> int:
     """Return the bytes that a device sends in ring attention, in the forward and the backward pass of a layer.
 
-    `elements` are those of its keys and values, of `width` bytes each.
+    `elements` counts its keys and values, of `width` bytes each.
     """
     sent = ring_elements(elements, ranks)
     return (sent.forward + sent.backward + sent.home) * width + sent.sums * WIDE

@@ -192,7 +192,7 @@ class Late(CrossingTraits):
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Those of the sums, and its own."""
+        """The words of the sums, and its own."""
         return (*self.sums.words, "delayed gradients")
 
     @property
@@ -214,7 +214,7 @@ class Late(CrossingTraits):
             )
 
     def reasons(self, replicas: int) -> list[str]:
-        """Return those of the sums, and the delay."""
+        """Return the reasons of the sums, and the delay."""
         return [*super().reasons(replicas), "each gradient updates the weights one step late"]
 
     def refused(self, config: Config, flush: bool) -> Iterator[str]:
@@ -266,7 +266,7 @@ class Rounds(CrossingTraits):
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Those of the sums, and its own."""
+        """The words of the sums, and its own."""
         return (*self.sums.words, f"{self.steps} local steps")
 
     @property
@@ -282,7 +282,7 @@ class Rounds(CrossingTraits):
             yield f"the outer step of train.local_steps averages nothing here, because {REPLICA} is 1"
 
     def reasons(self, replicas: int) -> list[str]:
-        """Return that the replicas part, and those of the sums."""
+        """Return that the replicas part, and the reasons of the sums."""
         parted = f"its {replicas} replicas part for {self.steps} steps before they average their weights"
         return [parted, *super().reasons(replicas)]
 

@@ -25,7 +25,7 @@ Count = TypeVar("Count", int, "np.ndarray")
 
 
 def own_rows(batch: int, micro_batches: Count, ranks: Count) -> Count:
-    """Return the rows of a micro-batch on one device: `ranks` share those of the global `batch`."""
+    """Return the rows of a micro-batch on one device: `ranks` share the rows of the global `batch`."""
     return batch // (micro_batches * ranks)
 
 
@@ -92,7 +92,7 @@ class Split:
 
     @property
     def flush(self) -> bool:
-        """Whether the weights are the same for a whole step; those of a pipeline that never drains are not."""
+        """Whether the weights are the same for a whole step: not in a pipeline that never drains."""
         return not (self.pipelined and self.config.pipeline.asynchronous)
 
     @property
@@ -104,7 +104,7 @@ class Split:
     def micro_batches(self) -> int:
         """The number of parts (k) that a step splits its rows into.
 
-        These are the micro-batches of the pipeline if there is one, otherwise those of gradient accumulation.
+        A pipeline has its own micro-batches; without one they come from gradient accumulation.
         """
         if self.pipelined:
             return self.config.pipeline.micro

@@ -59,13 +59,13 @@ class Model:
         return self.abstract["table"].shape[0]
 
     def init(self, key: Key[Array, ""]) -> Params:
-        """Return parameters, with the same bits on every mesh; those of a model are the same with adapters."""
+        """Return parameters, with the same bits on every mesh, and with or without adapters beside them."""
         rngs = nnx.Rngs(params=key, adapters=jax.random.fold_in(key, 1))
         params = parameters_of(nnx.to_pure_dict(nnx.state(self.make(rngs))))
         return jax.tree.map(lambda w, a: w.astype(a.dtype), params, self.abstract)
 
     def cast(self, params: Params, dtype: DTypeLike) -> Params:
-        """Return the parameters, or those of one layer, in `dtype`; those that are `exact` in f32 at least."""
+        """Return the parameters, of the model or of one layer, in `dtype`; the `exact` ones in f32 at least."""
 
         def cast(path: tuple[Any, ...], w: jax.Array) -> jax.Array:
             name = name_of(path)

@@ -49,7 +49,7 @@ def causal_attention(
     v: Float[Array, "B S K U"],
     starts: Starts = None,
 ) -> Float[Array, "B S N U"]:
-    """Attend to the past (Vaswani et al. 2017, eq. 1), softmax in f32; the heads are those of the whole mesh.
+    """Attend to the past (Vaswani et al. 2017, eq. 1), softmax in f32; N and K count the heads of the whole mesh.
 
     `attention_kernel` says which form runs. Where `context` splits the sequence, keys or heads travel
     (`parallel.context`).

@@ -111,7 +111,7 @@ class Decoder(nnx.Module):
         return row_losses(self.layout, self.norm(x), self._output_table(), labels, self.vocab)
 
     def logits(self, x: Float[Array, "B s D"]) -> Float[Array, "B S V"]:
-        """Return the logits of every position; those of rows that belong to no token are minus infinity."""
+        """Return the logits of every position; rows that belong to no token have minus infinity."""
         x = enter(self.layout, self.norm(x), "vocab")
         logits = einsum(self.layout, "BSD,VD->BSV", x, self._output_table())
         return without_added(self.layout, logits, self.vocab)

@@ -19,9 +19,9 @@ class BlockInputs(NamedTuple):
     starts: Starts = None
 
     def of_layer(self, number: int | Int[Array, ""]) -> BlockInputs:
-        """Return the inputs of the layer with that number, where `keys` are still those of the step.
+        """Return the inputs of the layer with that number, where `keys` are still the step's.
 
-        `number` counts the layers of the whole model, not those of a stage: a mask does not depend on the mesh.
+        `number` counts the layers of the whole model, not of a stage: a mask does not depend on the mesh.
         """
         if self.keys is None:
             return self

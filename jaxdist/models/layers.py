@@ -200,7 +200,7 @@ class GroupedAttention(CausalAttention):
 class FullNorm(nnx.Module):
     """RMS norm of all queries of a token together, and of all its keys together (OLMo 2, 2025, section 2.1).
 
-    One scale [K, G + 1, H] holds, for each key/value head, those of its G queries, then that of its key.
+    One scale [K, G + 1, H] holds, for each key/value head, the scales of its G queries, then its key's.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout):

@@ -137,7 +137,7 @@ def _compare(
     dtype: jnp.dtype,
     device: jax.Device,
 ) -> list[Difference]:
-    """Compare result and gradients of `fast(layout, *inputs)` with those of `plain(*inputs)` in f32 at least."""
+    """Compare result and gradients of `fast(layout, *inputs)` with `plain(*inputs)` in f32 at least."""
     mesh = make_mesh(parse_mesh("1x1x1"), [device])
     layout = Layout.on(mesh, RULES, device)
     rng = np.random.default_rng(0)

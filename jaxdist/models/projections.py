@@ -110,7 +110,7 @@ def parameters_of(modules: dict[str, Any]) -> dict[str, Any]:
 
 
 def modules_of(like: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
-    """Undo `parameters_of`, for modules that are nested as those of `like`."""
+    """Undo `parameters_of`, for modules that are nested as in `like`."""
     found: dict[str, Any] = {}
     for name, part in like.items():
         if not isinstance(part, dict):

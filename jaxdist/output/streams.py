@@ -32,7 +32,7 @@ CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u
 
 
 def printable(text: str) -> str:
-    """Return `text` with its control characters as escapes, which are those of JSON: it stays JSON if it was."""
+    """Return `text` with its control characters as escapes of JSON: what was JSON stays JSON."""
     return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

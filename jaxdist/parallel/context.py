@@ -209,7 +209,7 @@ class Ring:
         return Keys(*pair, zigzag(index, self.ranks * length, self.ranks))
 
     def _earlier(self, step: Int[Array, ""]) -> jax.Array:
-        """Return whether the keys that are here at this step are those of an earlier device."""
+        """Return whether the keys that are here at this step come from an earlier device."""
         return self._source(step) < lax.axis_index(CONTEXT)
 
     def _source(self, step: Int[Array, ""]) -> jax.Array:

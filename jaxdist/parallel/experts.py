@@ -107,7 +107,7 @@ class Seats(NamedTuple):
     taken: Bool[Array, "R E"]
     """Whether anybody does."""
     seat: Int[Array, "T m"]
-    """The seats of each sitter; -1 in the place of those of other rounds."""
+    """The seats of each sitter; -1 in the place of seats of other rounds."""
 
 
 def seats(line: Queues, first: int | Int[Array, ""], size: int, devices: int = 1) -> tuple[Seats, Seats]:
@@ -246,7 +246,7 @@ class Dispatch:
     ) -> Float[Array, "T D"]:
         """Return what the experts add to each token in the round of `size` rows from place `first` of each queue.
 
-        G = 2 F: the columns of `gate_up` are those of the gates, then those that they gate.
+        G = 2 F: the columns of `gate_up` are first the gates, then the columns that they gate.
 
         The rows are sent again in the backward pass: f k of them for each token are much to keep.
         """
@@ -321,7 +321,7 @@ def _further_backward(dispatch: Dispatch, inputs: Tree, gradients: Tree) -> tupl
         turn = _further(dispatch, line, i)
         return jax.vjp(lambda gate_up, down: turn(x, p, gate_up, down), gate_up, down)[1](g)
 
-    # In a pipeline the gradients of tokens must not wait for those of weights.
+    # In a pipeline the gradients of tokens must not wait for the gradients of weights.
     first_ones = of_first if dispatch.alone else of_first[:2]
     tokens = _sum(region.after(count, *first_ones), of_tokens)
     weights = _sum(region.after(count, *tokens, *of_first), of_weights)

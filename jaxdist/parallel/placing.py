@@ -149,7 +149,7 @@ def of_sums(
 ) -> Placements:
     """Return the placements of sums over tokens that each layer makes of the residual stream, by their names.
 
-    They are added up as the gradients of parameters that every device holds whole. `shapes` are those of one layer,
+    They are added up as the gradients of parameters that every device holds whole. `shapes` are for one layer,
     and `stack` are the logical axes of the dims before them. `defers` is that of `ZeroOptions`.
     """
     reduced = layout.partial(("norm",))

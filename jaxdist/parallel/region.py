@@ -58,7 +58,7 @@ def zeros_like(a: jax.Array | jax.ShapeDtypeStruct, lead: tuple[int, ...] = ()) 
 
 
 def add_up(x: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
-    """All-reduce over those of `axes` over which `x` varies; the result is the same on all of their devices.
+    """All-reduce over the `axes` over which `x` varies; the result is the same on all of their devices.
 
     Over the other axes `x` is the same already: adding it up would count it once per device.
     """

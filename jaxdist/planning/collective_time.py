@@ -361,7 +361,7 @@ def seconds_of(kind: str, size: Numbers, group: Group) -> Numbers:
 
 
 def wire_share(kind: str, ranks: Numbers) -> Numbers:
-    """Return the bytes that a rank sends around a ring, over those of the whole array.
+    """Return the bytes that a rank sends around a ring, divided by the bytes of the whole array.
 
     (n - 1)/n for an all-gather or a reduce-scatter over n ranks, and twice that for an all-reduce, which is both.
     """

@@ -226,7 +226,7 @@ def bytes_of(dtype: str) -> int:
 def pairs(attributes: str) -> np.ndarray:
     """Return [pairs, 2]: the source and the target of each message.
 
-    `attributes` are those of a collective-permute. Raises `ValueError` where its pairs cannot be read.
+    `attributes` belong to a collective-permute. Raises `ValueError` where its pairs cannot be read.
     """
     match = PAIRS.search(attributes)
     if match is None:

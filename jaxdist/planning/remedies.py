@@ -156,7 +156,7 @@ def _divides(split: Split) -> bool:
 
 @dataclass(frozen=True)
 class Like:
-    """A device of the same kind as those of `layout`."""
+    """A device of the same kind as the devices of `layout`."""
 
     layout: Layout
 

@@ -79,7 +79,7 @@ class Report:
 
     @property
     def peak_bytes(self) -> int:
-        """The bytes that a device needs: those of the program, and what lies beside it."""
+        """The bytes that a device needs: for the program, and for what lies beside it."""
         return self.program.peak_bytes + sum(self.beside.values())
 
     @property
@@ -194,7 +194,7 @@ class Report:
     def wire_bytes_per_axis(self) -> dict[str, float]:
         """The bytes that one device sends over each set of axes, such as `replica+data` for both at once.
 
-        They are those of the compiled program, counted by the ring algorithms.
+        They are counted in the compiled program, by the ring algorithms.
         """
         total: defaultdict[str, float] = defaultdict(float)
         for row in self.rows:
@@ -364,7 +364,7 @@ class OuterReport(Report):
 
     @property
     def peak_bytes(self) -> int:
-        """The bytes that a device needs in an outer step: those of the program, and what a local step has beside it."""
+        """The bytes that a device needs in an outer step: for the program, and for what a local step has beside it."""
         return self.program.peak_bytes + self.step_memory.arguments - self.step_memory.parameters
 
     @property

@@ -25,7 +25,7 @@ class Elements(NamedTuple):
     use: Numbers
     """While they are used: gathered from the ranks over which ZeRO shards them."""
     layer: Numbers
-    """Those of one layer in use."""
+    """The gathered weights of one layer in use."""
     outside: Numbers
     """Those in use outside the layers that are there at the same time."""
 

@@ -96,7 +96,7 @@ def _gathers(step: Step, logical: str) -> Count:
 def _mean_squares(step: Step, calls: Count) -> Transfer:
     """Return the sums over the heads' squares of two numbers for each token, because one norm has all heads.
 
-    They are those of all queries and of all keys.
+    They are summed over all queries and all keys.
     """
     axes = step.layout.split("heads")
     what = "mean squares of queries and keys"

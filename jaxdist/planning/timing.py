@@ -85,7 +85,7 @@ def matrices_per_layer(model: ModelConfig) -> int:
 def mfu(tokens_per_second: float, flops: int | None, devices: int, peak: float | None) -> float | None:
     """Return the model FLOPs utilisation, or None where `flops` or `peak` is not known.
 
-    `flops` are those of a token, `peak` those per second of one device.
+    `flops` are per token, `peak` is per second of one device.
     """
     if peak is None or flops is None:
         return None

@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
 
 def heeded() -> list[signal.Signals]:
-    """Return those of `SIGNALS` that stop this process: without SIGHUP where it is ignored, as by nohup."""
+    """Return the `SIGNALS` that stop this process: without SIGHUP where it is ignored, as by nohup."""
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 

@@ -231,7 +231,7 @@ def outcome(main: Callable[[list[str]], int], argv: list[str]) -> int:
 def run(main: Callable[[list[str]], int], needs_output: bool = True) -> NoReturn:
     """Run a command as the program, and exit with its code; 1 with a traceback after an unexpected exception.
 
-    Its words are those of the process.
+    Its words are the arguments of the process.
 
     The program continues if standard error is lost and, unless it `needs_output`, if standard output is lost too: the
     results of such a command are in files.

@@ -1,4 +1,4 @@
-"""The texts that a request gives to `generate`: those of the command line, or of a file."""
+"""The texts that a request gives to `generate`: on the command line, or in a file."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def found_in(
     """Return a sentence for each problem that concerns only the `good` knobs.
 
     A knob without an effect is reported once. The other checks see the request as it is without that knob. `given` and
-    `own` are those of `unused.refusals`.
+    `own` is described at `unused.refusals`.
     """
     idle = unused.refusals(config, given, own, good)
     if idle:

@@ -168,7 +168,7 @@ def sharded_gradients(config: Config, known: Known) -> str:
 
 @needs("mesh", "train.accumulation", late=True)
 def accumulation(config: Config, known: Known) -> str:
-    """Need several micro-batches in a step; a check of its own speaks of those of a pipeline."""
+    """Need several micro-batches in a step; the micro-batches of a pipeline have a check of their own."""
     if known.alone(PIPELINE) and config.train.accumulation == 1:
         return "train.accumulation 1, with which a step is one micro-batch,"
     return ""
@@ -431,7 +431,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
 def refusals(config: Config, given: Collection[str], own: Collection[str], good: Collection[str]) -> dict[str, str]:
     """Return a sentence for each knob without an effect, by its name.
 
-    `given` are the knobs that the request sets, `own` those of them that no shipped configuration sets, and `good`
+    `given` are the knobs that the request sets, `own` the ones that no shipped configuration sets, and `good`
     those whose values are valid.
     """
     known = Known(_requested_shape(config))

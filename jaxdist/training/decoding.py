@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
 
     cache: Cache
     logits: Float[Array, "B V"]
-    """Those of the next token."""
+    """The logits of the next token."""
     tokens: Int[Array, " B"]
     """The next token of each row, which is not in the cache yet."""
     seen: Seen
@@ -62,7 +62,7 @@ class Decoding:
         self.load(params)
 
     def load(self, params: Params | None) -> None:
-        """Take the parameters of a train state, which the caller may drop afterwards; None drops those of before."""
+        """Take the parameters of a train state, which the caller may drop afterwards; None drops the earlier ones."""
         self.weights = None
         if params is not None:
             with jax.set_mesh(self.run.mesh):

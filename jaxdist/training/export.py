@@ -47,7 +47,7 @@ def step_of(config: Config, which: str) -> Iterator[tuple[Checkpoints, Found]]:
 def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
     """Write the f32 parameters of step `which` of the run in `config.run_dir`, and return what was written, as numbers.
 
-    Batch statistics, where the model has them, are written too, under `variables.`. Names are those of our parameter
+    Batch statistics, where the model has them, are written too, under `variables.`. Names are taken from our parameter
     tree, with a layer's number after `blocks`: `blocks.3.mlp.up` [D, F]. The metadata hold the run's configuration, so
     that one file is enough to build the model again. Only one tensor at a time is in memory.
     """

@@ -142,7 +142,7 @@ class _Workspace:
 
 
 def _beginning(target: Path) -> str:
-    """Return the part of a name that those of its workspaces begin with: names may have 255 bytes."""
+    """Return the part of a name with which the names of its workspaces begin: names may have 255 bytes."""
     return target.name[:50]
 
 

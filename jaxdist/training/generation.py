@@ -34,7 +34,7 @@ class Prompter:
         self.own = 0
         """Prompts so far that begin with the BOS as text."""
         self.opening: list[Message] = []
-        """The messages before those of the user."""
+        """The messages before the user's."""
         if system is not None:
             self.opening = [{"role": "system", "content": system}]
 

@@ -50,7 +50,7 @@ class Meter:
         self.pending: tuple[int, Metrics] | None = None
         """The step that is on its way."""
         self.predicted: int | None = memory.predict(run.sharded).total
-        """Predicted bytes of a device; None once they have been logged beside those of the first step."""
+        """Predicted bytes of a device; None once they have been logged beside the measured ones of the first step."""
         self.collapse = CollapseWatch(config.model)
         self.ended = first
         """The last step whose results were logged."""

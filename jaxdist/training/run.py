@@ -66,7 +66,7 @@ class Run:
 
         `dry` only inspects the request: its devices need not exist, and nothing can be computed on them; `gpu` is their
         kind, if not that of this machine. Without `batch` no training batch will be requested, and its size is not
-        checked. `devices` are all devices of the mesh, if not those of this machine: for a step that is compiled and
+        checked. `devices` are all devices of the mesh, if other than this machine's: for a step that is compiled and
         not run, or that is measured on a part of them; they lie in `sites` sites. `mesh` is the mesh itself, if it is
         a part of another.
         """

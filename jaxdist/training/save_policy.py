@@ -78,7 +78,7 @@ class SavePolicy:
         """When the last checkpoint was saved."""
 
     def begin(self, say: Callable[[str], None]) -> TrainState:
-        """Return the state before the first step, with new weights, or with those of `init_from`."""
+        """Return the state before the first step, with new weights, or with the weights of `init_from`."""
         source = source_of(self.run.config.init_from)
         for note in source.notes():
             say(f"note        {note}")

@@ -111,7 +111,7 @@ def base_of(init_from: Path) -> Base:
 def base_for(config: Config, facts: Mapping[str, Any] | None, resumes: bool = False) -> Base | NoBase:
     """Return what stands beside the parameters that a run saves. All processes call this.
 
-    `facts` are those of the checkpoint with its adapters, beside which no other base will do; None for a new run. A run
+    `facts` come from the checkpoint with its adapters, beside which no other base will do; None for a new run. A run
     that `resumes` may name by `init_from` where its base is now; other commands look there if the base is not where it
     was. Raises `RequestError` for another base, or where it is missing.
     """

@@ -27,7 +27,7 @@ COPIED = ("gate_up", "down")
 
 
 class Same:
-    """The weights are those of the same model."""
+    """The weights belong to the same model."""
 
     remark = ""
     """What is said of them behind their name."""
@@ -42,7 +42,7 @@ class Same:
 
 
 class Upcycled(Same):
-    """The weights are those of a dense run, and become a mixture; both methods are called under `jax.set_mesh`."""
+    """The weights come from a dense run, and become a mixture; both methods are called under `jax.set_mesh`."""
 
     remark = "; each expert is a copy of its MLP"
 
@@ -50,7 +50,7 @@ class Upcycled(Same):
         self.run = run
 
     def shapes(self, abstract: Params) -> Params:
-        """Return those of the dense parameters."""
+        """Return the layout of the dense parameters."""
 
         def without_experts() -> Params:
             params = self.run.step.logical(self.run.traced_init()).params
@@ -78,7 +78,7 @@ class Upcycled(Same):
 
 
 def growth(run: Run, theirs: ModelConfig) -> Same:
-    """Return how the weights of a run with the model `theirs` become those of `run`."""
+    """Return how the weights of a run with the model `theirs` become the weights of `run`."""
     return Upcycled(run) if is_upcycled(run.config.model, theirs) else Same()
 
 

@@ -93,7 +93,7 @@ def states(zero: int, devices: int) -> States:
 def on_one_device(tree: Any, width: int | None = None) -> int:
     """Return the bytes of the arrays of `tree` that lie on one device, without scalars.
 
-    `width` is the bytes of an element, by default those of its dtype.
+    `width` is the bytes of an element, by default of its dtype.
     """
     count = 0
     for array in jax.tree.leaves(tree):

@@ -35,7 +35,7 @@ def compiled(config: Config) -> tuple[Run, list[Collective]]:
 
 @cache
 def elements(zero: int, layers: int, devices: int = 4) -> tuple[float, float]:
-    """Return the elements that a device sends over data in a step, and those of plain data parallelism; no scalars."""
+    """Return the elements that a device sends over data in a step, here and in plain data parallelism; no scalars."""
     config = Config(
         mesh=f"{devices}x1x1",
         precision="float32",

@@ -22,7 +22,7 @@ WHAT = ("rounds", "peak", "total")
 """The counts in the order in which the lecture claims them: time, peak bandwidth, total bandwidth."""
 
 NOISE = 1e-6
-"""The largest difference of sums of noise from those of `psum`, relative to the largest sum."""
+"""The largest difference of sums of noise from `psum`, relative to the largest sum."""
 
 GIB = 2**30
 

@@ -42,7 +42,7 @@ class Run:
     """S."""
     traffic: Traffic
     exact: bool
-    """Whether sums of whole numbers equal those of `psum`, on every node and to the last bit."""
+    """Whether sums of whole numbers equal `psum`, on every node and to the last bit."""
     difference: float
     """Largest difference from `psum` on noise, on any node, relative to the largest sum."""
 

@@ -208,7 +208,7 @@ def top_k_int8(expected: str, tolerance: str, density: float = 0.01) -> Outcome:
         *table(rows),
         "The trainer's shorter places and its scales nearly cancel: "
         f"{found.bytes_of('u16') - wide:+.3f} and {scales:+.3f} bytes.",
-        f"lost of the sum: {lost:.1e}; rounded of the largest, apart from what a replica owes for the sum: {rounded}",
+        f"lost of the sum: {lost:.1e}; rounded of the largest, apart from the residual of the sum: {rounded}",
     )
     near = all(within(bytes, expected, tolerance) for bytes in (found.bytes, as_claimed))
     return Outcome(found.bytes, near and rounded == 0 and lost <= 1e-6, lines)

@@ -1,6 +1,6 @@
 """Train on replicas whose gradients cross the slow network in fewer bits, by the rules of the trainer itself.
 
-The rules are those of `jaxdist.parallel.crossing.codes`, and each replica keeps what they round off (error
+The rules come from `jaxdist.parallel.crossing.codes`, and each replica keeps what they round off (error
 feedback). A rule gets one gradient array after the other, as in a run, because PowerSGD needs matrices.
 """
 

@@ -108,7 +108,7 @@ class Crossing:
     def at_rest(self, sent: Numbers, learned: Numbers, on_host: bool) -> AtRest:
         """Return the bytes of the state.
 
-        `sent` are the elements that a device has of gradients when they cross, and `learned` those of parameters that
+        `sent` are the elements that a device has of gradients when they cross, and `learned` of parameters that
         it has between steps; `on_host`: f32 parameters rest in the host's memory.
         """
         return AtRest()
@@ -131,11 +131,11 @@ class Later(Crossing):
         self.sums = sums
 
     def messages(self, shape: tuple[int, ...], stacked: int) -> Iterator[Message]:
-        """Yield those of the sums."""
+        """Yield the transfers of the sums."""
         yield from self.sums.messages(shape, stacked)
 
     def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
-        """Return those of the sums."""
+        """Return the seconds of the sums."""
         return self.sums.seconds(call, replicas, side)
 
     def at_rest(self, sent: Numbers, learned: Numbers, on_host: bool) -> AtRest:

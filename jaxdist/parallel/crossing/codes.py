@@ -19,7 +19,7 @@ numbers. The device that has summed a piece adds what the second shot loses to i
 
 Between two replicas one shot sends as many bytes: each gets all that the other one sends, and nothing is rounded twice.
 
-Gradients of fewer than `SMALLEST` elements on a device, such as those of norms, are summed exactly: a message of that
+Gradients of fewer than `SMALLEST` elements on a device, such as a norm's, are summed exactly: a message of that
 size takes no less time in fewer bits.
 """
 
@@ -123,7 +123,7 @@ class Coded(Compression):
             yield Message(kind, coded, 1)
 
     def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
-        """Return those of the shots."""
+        """Return the seconds of the shots."""
         two_shots = call("all-to-all", self.width) + call("all-gather", self.width)
         return np.where(replicas == 2, call("all-reduce", self.width), two_shots)
 
@@ -183,7 +183,7 @@ class TopKInt8(Int8):
         yield Message("all-gather", replicas * blocks * PLACED * self.largest, 2)
 
     def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
-        """Return those of the shots, and of the largest numbers."""
+        """Return the seconds of the shots, and of the largest numbers."""
         return super().seconds(call, replicas, side) + call("all-gather", replicas * 2 * PLACED * self.density)
 
 
@@ -211,7 +211,7 @@ class PowerSgd(Compression):
         yield Message("all-reduce", layers * columns * self.rank, F32, waits=True)
 
     def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
-        """Return those of two factors of a matrix that is square."""
+        """Return the seconds of two factors of a matrix that is square."""
         return call("all-reduce", F32) * np.minimum(1, 2 * self.rank / side)
 
 

@@ -57,7 +57,7 @@ class Compressed(Crossing):
         yield from self.rule.messages(shape, stacked, self.replicas)
 
     def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
-        """Return those of the rule."""
+        """Return the seconds of the rule."""
         return self.rule.seconds(call, replicas, side)
 
     def at_rest(self, sent: Numbers, learned: Numbers, on_host: bool) -> AtRest:

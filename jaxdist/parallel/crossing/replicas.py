@@ -55,7 +55,7 @@ def dealt(tree: TreeT, replicas: int) -> TreeT:
 
 
 def of_others(tree: Tree, count: int) -> Tree:
-    """Return shapes of arrays [..., R] as those of another number of replicas, of which each device holds all."""
+    """Return shapes of arrays [..., R] for another number of replicas, of which each device holds all."""
 
     def of_all(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         whole = P(*a.sharding.spec.partitions[:-1], None)

@@ -24,7 +24,7 @@ from jaxdist.sharding import BATCH, RESIDUAL, SEQUENCE, Layout, Tree
 class Program:
     """A model as a pipeline needs it, as functions of what one device holds; `part` is a micro-batch.
 
-    The tops are all parameters but those of the layers: embedding, final norm, head.
+    The tops are all parameters outside the layers: embedding, final norm, head.
     """
 
     embed: Callable[[Tree, Tree], Float[Array, "..."]]

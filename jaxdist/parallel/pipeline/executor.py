@@ -60,7 +60,7 @@ Columns = Rows[Bool[Array, "..."], Int[Array, "..."]]
 class Executor:
     """A pipelined model whose micro-batches run as `table` says.
 
-    Weights are gathered once per step; at ZeRO stage 3 those of layers when F or B runs the layer. Gradients are
+    Weights are gathered once per step; at ZeRO stage 3 a layer's weights when F or B runs the layer. Gradients are
     accumulated in f32 and reduced once per step; from stage 2 on those of layers when B has made them, and only shards
     are kept.
     """

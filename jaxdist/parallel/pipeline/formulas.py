@@ -38,7 +38,7 @@ def lockstep_bubble(name: str, S: int, M: int, v: int, times: Times) -> float | 
 
 
 def lockstep_ticks(name: str, S: int, M: int, v: int = 1) -> int | None:
-    """Return in how many ticks all ranks run F, which are as many as those of B."""
+    """Return in how many ticks all ranks run F; B has as many."""
     if name in ("zb-h1", "pipedream"):
         return None
     return v * M + _waits(S, M, v)
@@ -53,7 +53,7 @@ def _waits(S: int, M: int, v: int) -> int:
 def free_bubble(name: str, S: int, M: int, v: int, times: Times) -> float | None:
     """Return how much longer than M(F+B) `free_time` is."""
     if name == "pipedream":
-        # Its units run in the same order as those of 1f1b.
+        # Its units run in the same order as in 1f1b.
         name = "1f1b"
     if name not in ("zb-u", "zb-h1"):
         return lockstep_bubble(name, S, M, v, times)

@@ -78,7 +78,7 @@ class PipeDream:
     dtype: DTypeLike
     """The compute dtype."""
     cast: Callable[[Tree], Tree]
-    """Brings parameters, or those of layers, into the dtype that they have in use (mixed precision)."""
+    """Brings parameters, of the model or of layers, into the dtype that they have in use (mixed precision)."""
     positions: int | None
     """What gradients are divided by; None where that is the number of labels (`training.forward.balance`)."""
     recompute: bool
@@ -158,7 +158,7 @@ class Round(Device):
         self.rank = lax.axis_index(PIPELINE)
         self.stage_places = jax.tree.map(lambda p: p.layer.layer, self.block_places)
         self.tops = own(self.top_places, self.cast({name: params[name] for name in self.top_places}))
-        """Those of the whole round: they are updated at its end."""
+        """The weights outside the layers, the same for the whole round: they are updated at its end."""
         self.layers_backward = Backward.of(self.layers, self.example, split=False)
 
     def example(self) -> tuple[Unit, jax.Array]:
@@ -342,7 +342,7 @@ class Round(Device):
         part = get(carry["batches"], slot)
         number = get(carry["numbers"], slot)
         count = get(carry["counts"], slot)
-        # The gradients of the tops are those of the embedding, and those of the head, which have waited for them.
+        # The gradients of the tops come from the embedding, and from the head, whose gradients have waited.
         x, vjp = jax.vjp(lambda tops: self.program.embed(tops, part), self.tops)
         first = region.add_up(jnp.where(self.rank == 0, dx, jnp.zeros((), dx.dtype)), (PIPELINE,))
         (grads,) = vjp(region.vary(first, region.varying(x)))
@@ -373,7 +373,7 @@ class Round(Device):
         number = get(carry["numbers"], slot)
         divisor = self.positions or jnp.maximum(get(carry["counts"], slot), 1)
         grads = jax.tree.map(lambda g: g / jnp.asarray(divisor, g.dtype), grads)
-        # The gradients of a stage are those of its rank alone.
+        # The gradients of a stage come from its rank alone.
         square = _square(grads, keep={PIPELINE} if BLOCKS in grads else set())
         made = self.update(grads, aux, optimizer, params, number)
         return *_choose(jnp.isfinite(square), made, (params, optimizer)), square

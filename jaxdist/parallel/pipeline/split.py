@@ -187,7 +187,7 @@ def _variables(atoms: Iterable[Any]) -> list[core.Var]:
 def _needed(
     equations: Sequence[core.JaxprEqn], results: Iterable[Any], given: Iterable[Any] = ()
 ) -> list[core.JaxprEqn]:
-    """Return those of `equations` that `results` depend on, where `given` is known."""
+    """Return the `equations` that `results` depend on, where `given` is known."""
     given = set(given)
     wanted = set(_variables(results)) - given
     kept = []

@@ -109,7 +109,7 @@ def _larger_gpus(config: Config, devices: int, where: Cluster) -> str:
 
 
 def _shorter_rows(config: Config, devices: int, where: Cluster) -> str:
-    """Return the longest rows that fit among a half, a quarter, ... of those of `config`."""
+    """Return the longest rows that fit among a half, a quarter, ... of the rows of `config`."""
     length = config.model.sequence // 2
     # Where the shortest rows do not fit, those between need not be tried.
     if length < SHORTEST or not fits(_with(config, "model", sequence=SHORTEST), devices, where):

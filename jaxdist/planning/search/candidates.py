@@ -36,7 +36,7 @@ from jaxdist.output.units import divisors
 from jaxdist.request.checks import check_mesh_fits
 
 Columns = dict[str, np.ndarray]
-"""Name -> a number for each candidate. The names are those of `COLUMNS`."""
+"""Name -> a number for each candidate; `COLUMNS` lists the names."""
 
 MESH = (REPLICA, DATA, EXPERT, CONTEXT, MODEL, PIPELINE)
 

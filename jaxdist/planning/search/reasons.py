@@ -38,7 +38,7 @@ def _simplest(plan: Plan, first: Estimate) -> str:
 
 
 def _traffic(plan: Plan, first: Estimate) -> str:
-    """Compare the bytes of weights and gradients with those of the same mesh without ZeRO."""
+    """Compare the bytes of weights and gradients with the same mesh without ZeRO."""
     parallel = first.config.parallel.model_copy(update={"zero": 0, "micro_batches": "inside"})
     plain = estimate(first.config.model_copy(update={"parallel": parallel}), plan.model, plan.cluster)
     times = first.sent(DATA) / plain.sent(DATA)

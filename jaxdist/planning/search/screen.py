@@ -47,7 +47,7 @@ SAVED = (*REMATS, "named")
 
 @dataclass(frozen=True)
 class Screen(Steps):
-    """Rough figures of the candidates in `columns`; bytes are those of one device.
+    """Rough figures of the candidates in `columns`; bytes are per device.
 
     Each formula reads only the columns that `memory` and `seconds` name.
     """
@@ -113,7 +113,7 @@ class Screen(Steps):
         return np.where(self.staged, staged, flat)
 
     def _activations(self) -> Column:
-        """Return the bytes of activations: those saved for the backward pass, and those of one layer or the loss.
+        """Return the bytes of activations: saved for the backward pass, and alive within one layer or the loss.
 
         A pipeline saves the slots of its schedule and the stash of a split backward pass; without one, all layers
         are saved.
@@ -124,7 +124,7 @@ class Screen(Steps):
         saved_by = self._saved_by()
         saved = self._by_layout(lambda layout, remat: saved_per_token(m, layout, SAVED[remat]), saved_by)
 
-        # The loop over micro-batches lies inside the layers, so that each layer saves those of all.
+        # The loop over micro-batches lies inside the layers, so that each layer saves the activations of all.
         inside = (c["zero"] >= 2) & (c["outside"] == 0) & ~self.staged
         flat = np.where(inside, c["micro"], 1) * m.layers * saved
 

@@ -103,7 +103,7 @@ class Sizes:
 
     @cached_property
     def shards(self) -> Column:
-        """The devices over which ZeRO may shard a parameter that is not of an expert: those of `ZERO_AXES`."""
+        """The devices over which ZeRO may shard a parameter that is not of an expert: along `ZERO_AXES`."""
         return devices_along(self.columns, ZERO_AXES)
 
     @cached_property

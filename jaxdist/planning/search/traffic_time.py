@@ -36,7 +36,7 @@ def communication(
 ) -> Communication:
     """Return the seconds of these transfers of a step on a mesh of `shape`.
 
-    With local steps they are those of one replica, priced where it lies on the whole mesh.
+    With local steps they stay within one replica, priced where it lies on the whole mesh.
     """
     transfers = list(transfers)
     found = Communication(dict.fromkeys(communicating(step.config.model), 0.0))
@@ -101,7 +101,7 @@ def _further_rounds(step: Step, transfers: Iterable[Transfer]) -> Iterator[Trans
 
 
 def _overlaps_arithmetic(transfer: Transfer, step: Step, shape: Mapping[str, Numbers]) -> Numbers:
-    """Return whether a transfer carries weights or gradients while others are computed with: those of other layers."""
+    """Return whether a transfer carries weights or gradients of one layer while another layer computes."""
     parallel = step.config.parallel
     if transfer.axes == (REPLICA,):
         # What crosses the replicas does so before the first layer, or after the last, but for gradients that do so

@@ -230,7 +230,7 @@ class Checkpoints:
         if trained_there == trained_here:
             return
         if trained_there | frozen_there != trained_here | set(array_shapes(abstract.frozen)):
-            # Those of another model are named when they are read.
+            # Parameters of another model are named when they are read.
             return
         first = min(trained_there ^ trained_here)
         there, here = ("trained", "frozen") if first in trained_there else ("frozen", "trained")

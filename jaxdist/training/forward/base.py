@@ -129,7 +129,7 @@ class ForwardBase(Generic[ModelT]):
         return joined(params, {BLOCKS: self.model.steered(params[BLOCKS], aux)})
 
     def cast(self, params: Params) -> Params:
-        """Return the parameters, or those of one layer, in the compute dtype."""
+        """Return the parameters, of the model or of one layer, in the compute dtype."""
         return self.model.cast(params, self.dtype)
 
     def dropout_keys(self, rows: Int[Array, "k B"], step: Int[Array, ""]) -> Key[Array, "k B"]:

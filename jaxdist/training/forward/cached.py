@@ -195,7 +195,7 @@ class CachedForward:
         return logits
 
     def _tops(self, weights: Params) -> Params:
-        """Return all weights but those of layers, in use."""
+        """Return the weights outside the layers, in use."""
         return self._in_use(self.top_places, {name: weights[name] for name in self.top_places})
 
     def _in_use(self, places: Tree, weights: Tree) -> Tree:

@@ -141,7 +141,7 @@ class LocalStep(Step):
 
 
 def _of_all(metrics: Metrics) -> Metrics:
-    """Return the metrics [R] of the replicas' steps as those of one step."""
+    """Return the metrics [R] of the replicas' steps, joined into the metrics of one step."""
     count = jnp.sum(metrics.count)
     share = metrics.count / jnp.maximum(count, 1)
 

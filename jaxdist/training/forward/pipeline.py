@@ -34,7 +34,7 @@ from jaxdist.training.forward.step import Batch, Further, Summed
 class StagedForward(ForwardBase[ModelT], ABC):
     """The forward and backward passes of a `Step` over a pipeline, for any model that `program` describes.
 
-    The micro-batches are those of the schedule. Parameters of layers are held as [v, S, depth, ...]: virtual stage,
+    The schedule has the micro-batches. Parameters of layers are held as [v, S, depth, ...]: virtual stage,
     pipeline rank, layer within the stage.
     """
 
@@ -145,7 +145,7 @@ class StagedForward(ForwardBase[ModelT], ABC):
 class PipelineForward(StagedForward[Model]):
     """The forward and backward passes of a decoder over a pipeline; `model` is laid out for a manual region.
 
-    Batches are those of `DecoderForward`.
+    `DecoderForward` describes the batches.
     """
 
     def logical_params(self, key: Key[Array, ""]) -> Params:
