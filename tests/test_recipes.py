@@ -1,6 +1,7 @@
 """The recipes of docs/contributing are true: their diffs fit this tree, and what they add works."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -27,6 +28,27 @@ def test_every_recipe_has_a_proof():
     assert {page.stem for page in PAGES} == PROOFS.keys()
     text = (ROOT / "CONTRIBUTING.md").read_text()
     assert all(f"docs/contributing/{name}.md" in text for name in PROOFS)
+
+
+MOST_FILES = {"muon": 7}
+"""Exercise -> the most existing files of the package that its plan may touch."""
+
+ROW = re.compile(r"^\| `(jaxdist/[\w/]+\.py)` \| ([^|]+) \|", re.MULTILINE)
+
+
+def test_the_plan_of_an_exercise_touches_few_files_and_names_what_is_there():
+    pages = {page.stem: page.read_text() for page in (ROOT / "docs" / "contributing" / "exercises").glob("*.md")}
+    assert pages.keys() == MOST_FILES.keys()
+    for name, text in pages.items():
+        rows = ROW.findall(text)
+        assert 0 < len(rows) <= MOST_FILES[name]
+        missing = {
+            (path, word)
+            for path, words in rows
+            for word in re.findall(r"`(\w+)`", words)
+            if not re.search(rf"\b{word}\b", (ROOT / path).read_text())
+        }
+        assert missing == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
