@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
@@ -23,6 +24,13 @@ from jaxdist.config.values import (
     Section,
     Sequence,
 )
+
+
+class Kind(NamedTuple):
+    """What differs between the layers of a decoder beside the numbers in their weights, whose shapes are the same."""
+
+    window: int
+    """A token sees itself and at most window - 1 tokens before it; 0: all before it."""
 
 
 class Traits(NamedTuple):
@@ -48,6 +56,8 @@ class Traits(NamedTuple):
     """Whether the vectors of tokens are multiplied by the root of their width."""
     routed: bool = False
     """Whether each MLP is a mixture of experts, of which a router chooses some for each token."""
+    period: tuple[Literal["sliding", "full"], ...] = ("sliding",)
+    """The kinds of its layers, which repeat in this order; the last period may be cut short."""
 
 
 FAMILIES = {
@@ -154,6 +164,19 @@ class ModelConfig(Section):
     def traits(self) -> Traits:
         """The traits of the family."""
         return FAMILIES[self.family]
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of the layers of one period: layer i is of kind `kinds[i % len(kinds)]`."""
+        of_name = {"sliding": Kind(self.window), "full": Kind(0)}
+        return tuple(of_name[name] for name in self.traits.period)
+
+    @property
+    def shares_of_kinds(self) -> dict[Kind, float]:
+        """The kinds of layers, with the share of the layers that are of each."""
+        kinds = self.kinds
+        number = Counter(kinds[i % len(kinds)] for i in range(self.layers))
+        return {kind: count / self.layers for kind, count in number.items()}
 
     @property
     def images(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -16,7 +17,7 @@ from jaxdist.config import ModelConfig
 from jaxdist.config.matmuls import matmuls_of
 from jaxdist.config.trained import trained
 from jaxdist.models import images
-from jaxdist.models.decoder import Aux, Decoder
+from jaxdist.models.decoder import Aux, Block, Decoder
 from jaxdist.models.foreign import Foreign
 from jaxdist.models.gpt import GPT
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
@@ -38,8 +39,8 @@ class Model:
     """Builds the NNX module."""
     graph: nnx.GraphDef
     """The structure of the module, without arrays."""
-    block_graph: nnx.GraphDef
-    """The structure of one of its blocks."""
+    block_graphs: Sequence[nnx.GraphDef]
+    """The structures of its blocks, one for each kind of layer in a period."""
     modules: Params
     """How its modules are nested, with nothing in the place of each parameter."""
     abstract: Params
@@ -84,10 +85,13 @@ class Model:
         return self._whole(params).embed(tokens, inputs)
 
     def block(
-        self, layer: Params, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS
+        self, layer: Params, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS, kind: int = 0
     ) -> tuple[Float[Array, "B s D"], Aux]:
-        """Return (the residual stream after one layer, its aux); `layer` is a slice of `params["blocks"]`."""
-        x, aux, _ = self._layer(layer)(x, inputs)
+        """Return (the residual stream after one layer, its aux).
+
+        `layer` is a slice of `params["blocks"]`, and `kind` the number of its kind in the period.
+        """
+        x, aux, _ = self._layer(layer, kind)(x, inputs)
         return x, aux
 
     def steered(self, blocks: Params, aux: Aux) -> Params:
@@ -98,10 +102,10 @@ class Model:
         return self._layer(blocks).steered(aux)
 
     def block_with(
-        self, layer: Params, x: Float[Array, "B S D"], inputs: BlockInputs, attend: Attend
+        self, layer: Params, x: Float[Array, "B S D"], inputs: BlockInputs, attend: Attend, kind: int = 0
     ) -> tuple[Float[Array, "B S D"], Any]:
         """Return (the residual stream after one layer whose heads `attend`, what that returns beside its result)."""
-        x, _, further = self._layer(layer)(x, inputs, attend)
+        x, _, further = self._layer(layer, kind)(x, inputs, attend)
         return x, further
 
     def loss(self, params: Params, x: Float[Array, "k B s D"], labels: Int[Array, "k B S"]) -> Float[Array, ""]:
@@ -121,8 +125,8 @@ class Model:
     def _whole(self, params: Params) -> Decoder:
         return nnx.merge(self.graph, modules_of(self.modules, params))
 
-    def _layer(self, layer: Params) -> Any:
-        return nnx.merge(self.block_graph, modules_of(self.modules["blocks"], layer))
+    def _layer(self, layer: Params, kind: int = 0) -> Any:
+        return nnx.merge(self.block_graphs[kind], modules_of(self.modules["blocks"], layer))
 
 
 ModelT = TypeVar("ModelT", bound=Model | Foreign)
@@ -133,12 +137,20 @@ def describe(
     make: Callable[[nnx.Rngs], Decoder],
     dtype: DTypeLike = jnp.float32,
     trained: Callable[[str], bool] | None = None,
+    other_kinds: Sequence[Callable[[nnx.Rngs], Block]] = (),
 ) -> Model:
     """Describe the module that `make` builds; runs no computation and touches no device.
 
+    Its blocks are of the first kind; `other_kinds` build them as those of each further kind in a period.
+
     `dtype` is that of its parameters at rest. Where only some are `trained`, these are f32, as those that are exact.
     """
-    module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0, adapters=0)))
+
+    def new_rngs() -> nnx.Rngs:
+        return nnx.Rngs(params=0, adapters=0)
+
+    module = nnx.eval_shape(lambda: make(new_rngs()))
+    blocks = [module.blocks, *(nnx.eval_shape(lambda make=make: make(new_rngs())) for make in other_kinds)]
     graph, state = nnx.split(module)
     modules = nnx.to_pure_dict(state)
     axes = jax.tree.map(_axes, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
@@ -146,7 +158,7 @@ def describe(
     return Model(
         make,
         graph,
-        nnx.graphdef(module.blocks),
+        [nnx.graphdef(of_kind) for of_kind in blocks],
         jax.tree.map(lambda _: None, modules),
         _at_rest(parameters_of(modules), dtype, lambda name: name in exact or bool(trained and trained(name))),
         parameters_of(nnx.to_pure_dict(axes)),
@@ -189,7 +201,9 @@ def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model | Foreign:
 
 def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
     """Build the decoder that `config` asks for, laid out by `layout`."""
-    return describe(lambda rngs: DECODERS[config.family](config, layout, rngs), config.dtype_at_rest, trained(config))
+    decoder = DECODERS[config.family]
+    others = [partial(decoder.stacked, config, layout, kind=kind) for kind in range(1, len(config.kinds))]
+    return describe(lambda rngs: decoder(config, layout, rngs), config.dtype_at_rest, trained(config), others)
 
 
 def parameters(model: Model | Foreign) -> int:

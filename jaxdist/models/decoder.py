@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
+from jaxdist.config.model import Kind
 from jaxdist.models.adapters import adapt
 from jaxdist.models.dropout import dropout
 from jaxdist.models.inputs import BlockInputs
@@ -85,16 +86,19 @@ class Decoder(nnx.Module):
     """The output projection; None where the embedding table serves as one."""
 
     @classmethod
-    def make_block(cls, config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> Block:
-        """Return one layer with new parameters."""
+    def make_block(cls, config: ModelConfig, kind: Kind, layout: Layout, rngs: nnx.Rngs) -> Block:
+        """Return one layer with new parameters, whose shapes are the same for all kinds."""
         raise NotImplementedError
 
     @classmethod
-    def stacked(cls, config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> Block:
-        """Return the blocks of all layers, with their adapters, stacked on a leading L."""
+    def stacked(cls, config: ModelConfig, layout: Layout, rngs: nnx.Rngs, kind: int = 0) -> Block:
+        """Return the blocks of all layers, with their adapters, stacked on a leading L.
+
+        All are built as those of one kind, by its number in `config.kinds`.
+        """
 
         def make(rngs: nnx.Rngs) -> Block:
-            return adapt(cls.make_block(config, layout, rngs), config, layout, rngs)
+            return adapt(cls.make_block(config, config.kinds[kind], layout, rngs), config, layout, rngs)
 
         return jax.vmap(make)(rngs.split(config.layers))
 

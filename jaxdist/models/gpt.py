@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
+from jaxdist.config.model import Kind
 from jaxdist.models.decoder import Block, Decoder
 from jaxdist.models.dropout import dropout
 from jaxdist.models.inputs import BlockInputs
@@ -31,10 +32,10 @@ class GPT(Decoder):
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 
     @classmethod
-    def make_block(cls, config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> Block:
+    def make_block(cls, config: ModelConfig, kind: Kind, layout: Layout, rngs: nnx.Rngs) -> Block:
         """Return one layer with new parameters."""
         norm1, norm2 = (LayerNorm(config.embed, config.norm_eps) for _ in range(2))
-        attention = Attention(config, layout, rngs, Scores.of(config.head_size, config.window))
+        attention = Attention(config, layout, rngs, Scores.of(config.head_size, kind.window))
         return Block(layout, config.dropout, norm1, attention, norm2, MLP(config, layout, rngs))
 
     def embed(self, tokens: Int[Array, "B S"], inputs: BlockInputs) -> Float[Array, "B s D"]:

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
+from jaxdist.config.model import Kind
 from jaxdist.models.decoder import Block, Decoder
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.layers import GatedMLP, GroupedAttention, RMSNorm
@@ -37,10 +38,10 @@ class Llama(Decoder):
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 
     @classmethod
-    def make_block(cls, config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> Block:
+    def make_block(cls, config: ModelConfig, kind: Kind, layout: Layout, rngs: nnx.Rngs) -> Block:
         """Return one layer with new parameters."""
         norm1, norm2 = (RMSNorm.of(config, config.embed) for _ in range(2))
-        scores = Scores.of(config.head_size, config.window)
+        scores = Scores.of(config.head_size, kind.window)
         attention = GroupedAttention(config, layout, rngs, scores, config.rope_theta)
         return cls.block_type(layout, 0.0, norm1, attention, norm2, cls.mlp_type(config, layout, rngs))
 

@@ -198,7 +198,7 @@ def _scores(m: ModelConfig, layout: Layout) -> int:
     if layout.zigzag:
         chunk = own_length(m, layout) // 2
         return heads * min(ring_blocks.ROWS, chunk) * chunk
-    keys = block_keys(m.sequence, m.window)
+    keys = max(block_keys(m.sequence, kind.window) for kind in m.kinds)
     return heads // layout.parts(SEQUENCE) * block_rows(m.sequence) * keys
 
 
@@ -215,7 +215,7 @@ def in_loss(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
 
 
 def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:
-    """Return whether cuDNN computes attention, which it does not where documents are kept apart.
+    """Return whether cuDNN computes attention in all layers, which it does not where documents are kept apart.
 
     cuDNN need not be installed to answer this.
     """
@@ -224,5 +224,5 @@ def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:
     sizes = head_sizes_of(m)
     queries = (rows * ranks, m.sequence, m.heads, sizes.key)
     dtype = jnp.float32 if width == 4 else jnp.bfloat16
-    window = effective_window(m.window, m.sequence)
-    return not beyond_cudnn(layout, queries, dtype, m.documents == "apart", window, sizes.value)
+    windows = [effective_window(kind.window, m.sequence) for kind in m.kinds]
+    return not any(beyond_cudnn(layout, queries, dtype, m.documents == "apart", w, sizes.value) for w in windows)

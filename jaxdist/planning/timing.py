@@ -68,10 +68,13 @@ def keys_per_query(model: ModelConfig) -> float:
     """Return how many keys a query sees, on average over a row of S tokens.
 
     They are S / 2, because a causal model needs one half of the S x S square. A window of W tokens hides a triangle of
-    that half, whose sides are S - W tokens: this leaves W - W^2 / 2S.
+    that half, whose sides are S - W tokens: this leaves W - W^2 / 2S. Of several kinds of layers, it is their mean.
     """
-    seen = min(model.window or model.sequence, model.sequence)
-    return seen - seen**2 / (2 * model.sequence)
+    mean = 0.0
+    for kind, share in model.shares_of_kinds.items():
+        seen = min(kind.window or model.sequence, model.sequence)
+        mean += share * (seen - seen**2 / (2 * model.sequence))
+    return mean
 
 
 def matrices_per_layer(model: ModelConfig) -> int:

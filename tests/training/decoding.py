@@ -24,6 +24,7 @@ FAMILIES = {
     "gpt": {"family": "gpt", "layers": 5},
     "llama": {"family": "llama", "kv_heads": 2},
     "window": {"family": "llama", "kv_heads": 4, "window": 5},
+    "kinds": {"family": "llama", "kv_heads": 4, "window": 5, "layers": 7},
     "lora": {"family": "llama", "kv_heads": 2, "lora_rank": 2, "lora_dropout": 0.5},
     "moe": {"family": "moe", "kv_heads": 2, "experts": 4, "mlp": 16},
 }
@@ -73,7 +74,9 @@ def whole_pass(family: str):
     @jax.jit
     def logits(params, texts):
         x = model.embed(params, texts)
-        x, _ = jax.lax.scan(lambda x, layer: model.block(layer, x), x, params["blocks"])
+        for i in range(run.config.model.layers):
+            layer = jax.tree.map(lambda a, i=i: a[i], params["blocks"])
+            x, _ = model.block(layer, x, kind=i % len(model.block_graphs))
         return model.logits(params, x)
 
     def on_one_device(texts):

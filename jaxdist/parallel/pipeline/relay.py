@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.mesh import PIPELINE
+from jaxdist.parallel import periods
 from jaxdist.parallel.pipeline.device import get
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.sharding import Tree
@@ -31,6 +33,8 @@ class Place:
     """The place of the layer in the chunk."""
     counts: Bool[Array, ""] | bool
     """Whether it is this rank's turn."""
+    kind: int
+    """The number of the layer's kind in the period."""
 
 
 Layer = Callable[[Tree, Float[Array, "..."], Tree, Place], tuple[Float[Array, "..."], Tree]]
@@ -73,13 +77,14 @@ def _chunk(
     valid = jnp.asarray(stages.valid)[chunk, lax.axis_index(PIPELINE)]
 
     def one(
-        carry: tuple[jax.Array, Tree], numbered: tuple[Tree, Int[Array, ""], Bool[Array, ""]]
+        kind: int, carry: tuple[jax.Array, Tree], numbered: tuple[Tree, Int[Array, ""], Bool[Array, ""]]
     ) -> tuple[tuple[jax.Array, Tree], None]:
         x, state = carry
         w, number, is_layer = numbered
-        y, state = layer(w, x, state, Place(chunk, number, counts))
+        y, state = layer(w, x, state, Place(chunk, number, counts, kind))
         if stages.padded:
             y = jnp.where(is_layer, y, x)
         return (y, state), None
 
-    return lax.scan(one, (x, state), (weights, jnp.arange(stages.depth), valid))[0]
+    bodies = [partial(one, kind) for kind in range(stages.period)]
+    return periods.scan(bodies, (x, state), (weights, jnp.arange(stages.depth), valid))[0]

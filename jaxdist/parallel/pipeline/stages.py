@@ -37,6 +37,8 @@ class Stages:
     """v: chunks on each rank."""
     sizes: tuple[int, ...]
     """Layers of chunk 0, 1, ..., v*S - 1."""
+    period: int = 1
+    """Kinds of layers that repeat in this order. Every chunk begins with the first."""
 
     @property
     def depth(self) -> int:
@@ -136,6 +138,12 @@ def stages_of(asked: Split) -> Stages | None:
         return None
     ranks = asked.size(PIPELINE)
     virtual = asked.config.pipeline.virtual
+    period = len(asked.config.model.kinds)
+    if period > 1:
+        raise ValueError(
+            f"the layers of {asked.config.model.family} are of several kinds, in a period of {period}, and stages of "
+            f"a pipeline run layers of one kind; set {PIPELINE} to 1"
+        )
     return Stages(ranks, virtual, _even(asked.config.model.layers, ranks * virtual))
 
 

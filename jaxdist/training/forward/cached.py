@@ -43,7 +43,7 @@ class CachedForward:
         """The layout inside the region."""
         self.model = build_decoder(config, self.inner)
         self.piped = forward.stages is not None
-        self.stages = forward.stages or Stages(1, 1, (config.layers,))
+        self.stages = forward.stages or Stages(1, 1, (config.layers,), len(config.kinds))
         axes = self.stages.axes(self.model.axes) if self.piped else self.model.axes
         self.places = placing.placements(self.layout, axes, forward.abstract, placing.ZeroOptions(forward.stage))
         self.top_places = {name: place for name, place in self.places.items() if name != BLOCKS}
@@ -136,7 +136,7 @@ class CachedForward:
                 found = causal_attention(self.inner, scores, q, k, v, starts)
                 return found, Cache(*(_taken(a, source) for a in (k, v)))
 
-            x, made = self.model.block_with(self._in_use(self.layer_places, w), x, inputs, attend)
+            x, made = self.model.block_with(self._in_use(self.layer_places, w), x, inputs, attend, place.kind)
             return x, Cache(*(_put(all_, new, place) for all_, new in zip(cache, made, strict=True)))
 
         tops = self._tops(weights)
@@ -166,7 +166,7 @@ class CachedForward:
                 found = attend_to_slots(scores, q, own_k, own_v, slots, positions)
                 return join_over(self.inner.split(SLOTS), found).out.astype(q.dtype), written
 
-            return self.model.block_with(self._in_use(self.layer_places, w), x, inputs, attend)
+            return self.model.block_with(self._in_use(self.layer_places, w), x, inputs, attend, place.kind)
 
         tops = self._tops(weights)
         x = self._vary(self.model.embed(self._with_blocks(tops), tokens[:, None], inputs))

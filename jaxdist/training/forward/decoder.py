@@ -7,6 +7,7 @@ micro-batches run inside each layer, one after the other, so that this happens o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jaxdist.mesh.split import saved_by_layer
 from jaxdist.models import Model, Params
 from jaxdist.models.decoder import Aux
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
-from jaxdist.parallel import placing
+from jaxdist.parallel import periods, placing
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.placement import Placements
 from jaxdist.parallel.sink import in_use
@@ -145,9 +146,8 @@ class DecoderForward(AccumulatingForward[Model]):
         layers = jax.tree.leaves(weights[BLOCKS])[0].shape[0]
         places = jax.tree.map(lambda p: p.layer, self.places[BLOCKS])
 
-        @self.remat_all
         def block(
-            x: Float[Array, "k B s D"], layer: tuple[Int[Array, ""], Params, Params | None]
+            kind: int, x: Float[Array, "k B s D"], layer: tuple[Int[Array, ""], Params, Params | None]
         ) -> tuple[Float[Array, "k B s D"], Aux]:
             index, w, sinks = layer
             x = checkpoint_name(x, INPUT)
@@ -156,7 +156,7 @@ class DecoderForward(AccumulatingForward[Model]):
             # Weights are cast inside the loop over micro-batches, so that their gradients are added in f32.
             @self.remat
             def one(x: Float[Array, "B s D"], inputs: BlockInputs) -> tuple[Float[Array, "B s D"], Aux]:
-                return self.model.block(self.cast(w), x, inputs.of_layer(index))
+                return self.model.block(self.cast(w), x, inputs.of_layer(index), kind)
 
             x, aux = _each(one, x, inputs)
             return x, jax.tree.map(lambda a: a.sum(0), aux)
@@ -168,7 +168,8 @@ class DecoderForward(AccumulatingForward[Model]):
         x = _each(embed, tokens, inputs)
         block_sinks = sinks.get(BLOCKS) if sinks else None
         numbered = (jnp.arange(layers), weights[BLOCKS], block_sinks)
-        return jax.lax.scan(block, x, numbered, unroll=self.unroll)
+        blocks = [self.remat_all(partial(block, kind)) for kind in range(len(self.model.block_graphs))]
+        return periods.scan(blocks, x, numbered, unroll=self.unroll)
 
     def _gather_tops(self, weights: Params, sinks: Params | None) -> Params:
         """Return `weights` with everything except the blocks ready for use."""

@@ -1,0 +1,104 @@
+"""Promise 1 where layers are of several kinds: a window of 5 tokens in two of three layers."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist import models
+from jaxdist.config import Config
+from jaxdist.config.model import FAMILIES
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.mesh.split import Split
+from jaxdist.parallel.pipeline.stages import stages_of
+from jaxdist.planning.timing import keys_per_query
+from jaxdist.sharding import Layout
+from jaxdist.training.forward.decoder import DecoderForward
+from tests.kinds import LAYERS, PERIOD, llama_of_several_kinds  # noqa: F401  # used by itself
+from tests.parity import cases
+
+MODEL = cases.LLAMA.model_copy(update=dict(layers=LAYERS, heads=4, window=5))
+
+ROWS = {
+    "ZeRO 3": ("data=4", dict(stage=3)),
+    "ZeRO 2, rows in turn": ("data=2", dict(stage=2, accumulation=4, remat="block")),
+    "tensor and sequence": ("data=2,model=2", dict(sequence=True, remat="dots")),
+    "ring": ("context=4", dict(context="ring")),
+    "Ulysses, documents": ("context=2,model=2", dict(context="ulysses", apart=True)),
+    "offload": ("data=2", dict(remat="offload")),
+}
+"""(mesh, options)."""
+
+
+@cache
+def one_device(apart: bool, layers: int = LAYERS) -> cases.Outcome:
+    return cases.train(model=MODEL.model_copy(update={"layers": layers}), apart=apart)
+
+
+def check(mesh: str, options: dict, layers: int = LAYERS) -> None:
+    model = MODEL.model_copy(update={"remat": options.get("remat", "none"), "layers": layers})
+    layout = {name: value for name, value in options.items() if name != "remat"}
+    cases.assert_equal(cases.train(mesh, model=model, **layout), one_device(options.get("apart", False), layers))
+
+
+def test_equals_one_device():
+    check(*ROWS["ZeRO 3"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [row for row in ROWS if row != "ZeRO 3"])
+def test_every_mesh_equals_one_device(row):
+    check(*ROWS[row])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 6])
+def test_less_than_a_period_and_whole_ones(layers):
+    check("data=2,model=2", dict(stage=3), layers)
+
+
+def written_out(model: models.Model, params: dict, tokens: jax.Array) -> jax.Array:
+    x = model.embed(params, tokens)
+    for i in range(len(jax.tree.leaves(params["blocks"])[0])):
+        x, _ = model.block(jax.tree.map(lambda a, i=i: a[i], params["blocks"]), x, kind=i % len(PERIOD))
+    return model.logits(params, x)
+
+
+def test_loss_and_gradient_are_those_of_the_layers_written_out():
+    """And not those of layers that all have the window, or have none."""
+    mesh = make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
+    layout = Layout.of(Split(Config(model=MODEL), parse_mesh("1x1x1")), mesh)
+    model = models.build(MODEL, layout)
+    forward = DecoderForward(model, layout)
+    params = cases.weights(MODEL)
+    tokens = jnp.asarray(cases.rows()[0][:4])
+
+    @partial(jax.jit, static_argnums=0)
+    def outcome(logits, params):
+        return jax.value_and_grad(lambda params: jnp.sum(jnp.square(logits(params))))(params)
+
+    with jax.set_mesh(mesh):
+        found = outcome(lambda params: forward.logits(params, tokens), params)
+        wanted = outcome(lambda params: written_out(model, params, tokens), params)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, wanted)
+    for same in ("sliding", "full"):
+        traits = FAMILIES["llama"]._replace(period=(same,))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(FAMILIES, "llama", traits)
+            other = DecoderForward(models.build(MODEL, layout), layout)
+        with jax.set_mesh(mesh):
+            assert abs(outcome(lambda params, other=other: other.logits(params, tokens), params)[0] - wanted[0]) > 0.1
+
+
+def test_a_pipeline_is_refused():
+    config = Config(model=MODEL, mesh="pipeline=2")
+    with pytest.raises(ValueError, match=r"layers of llama are of several kinds, in a period of 3, .* pipeline"):
+        stages_of(Split(config, parse_mesh(config.mesh)))
+
+
+def test_the_keys_of_a_query_are_a_mean_over_layers():
+    """Five layers of seven have the window: the first two of each period, and the one that is left."""
+    sliding = 5 - 5**2 / 32
+    assert keys_per_query(MODEL) == pytest.approx((5 * sliding + 2 * 8) / 7)
