@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxdist.mesh.split import heads_of
+from jaxdist.models.decoding import slots_of
 from jaxdist.output.units import counted, size
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.planning.sharded_model import ShardedModel
@@ -16,16 +17,18 @@ def cache_bytes(sharded: ShardedModel, rows: int) -> int:
 
     That is L S K (H + U) numbers in the compute dtype for each row (Shazeer 2019, section 2.4.1), over the devices that
     share them: rows over the batch, S over `context`, L over `pipeline`, and K over `model`, where fewer heads than
-    devices are repeated. Uneven stages are padded.
+    devices are repeated. Uneven stages are padded. In layers with a sliding window, S is that window (`slots_of`).
     """
     sizes = sharded.config.model
     layout = sharded.layout
     stages = stages_of(sharded.split)
     layers = stages.virtual * stages.depth if stages else sizes.layers
     own_rows = -(-rows // layout.ranks)
-    slots = sizes.sequence // layout.parts(SEQUENCE)
+    parts = layout.parts(SEQUENCE)
+    slots = [slots_of(kind, sizes.sequence, parts) // parts for kind in sizes.kinds]
+    of_layers = sum(slots[i % len(slots)] for i in range(layers))
     kept = heads_of(sizes, layout.parts("heads")).keys_and_values
-    return layers * own_rows * slots * kept * sharded.split.width
+    return of_layers * own_rows * kept * sharded.split.width
 
 
 def weight_bytes(sharded: ShardedModel) -> int:

@@ -15,10 +15,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.config import NotFinite, RequestError
 from jaxdist.models import Params
-from jaxdist.models.decoding import Cache
 from jaxdist.parallel.context import Starts
 from jaxdist.planning import cache_memory
-from jaxdist.training.forward.cached import CachedForward
+from jaxdist.training.forward.cached import CachedForward, Caches
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.prompts import lay_out
@@ -31,14 +30,14 @@ __all__ = ["Choice", "Decoding", "Drawn", "check_fits", "continued"]
 Seen = Bool[Array, "B V"] | None
 """Which tokens each row has had; None where it is not needed."""
 
-Made = tuple[Cache, Float[Array, "B V"], Int[Array, " B"], Seen]
+Made = tuple[Caches, Float[Array, "B V"], Int[Array, " B"], Seen]
 """(the cache, the logits of the next tokens, these tokens, and what each row has had with them)."""
 
 
 class Drawn(NamedTuple):
     """Where generation is. The rows are the prompts, and those that make them divide."""
 
-    cache: Cache
+    cache: Caches
     logits: Float[Array, "B V"]
     """The logits of the next token."""
     tokens: Int[Array, " B"]
@@ -165,7 +164,7 @@ class Decoding:
         def extend(
             choice: Choice,
             weights: Params,
-            cache: Cache,
+            cache: Caches,
             tokens: Int[Array, " B"],
             positions: Int[Array, " B"],
             key: Key[Array, ""],

@@ -35,6 +35,8 @@ class Place:
     """Whether it is this rank's turn."""
     kind: int
     """The number of the layer's kind in the period."""
+    of_kind: Int[Array, ""]
+    """The place of the layer among those of its kind in the chunk."""
 
 
 Layer = Callable[[Tree, Float[Array, "..."], Tree, Place], tuple[Float[Array, "..."], Tree]]
@@ -81,7 +83,8 @@ def _chunk(
     ) -> tuple[tuple[jax.Array, Tree], None]:
         x, state = carry
         w, number, is_layer = numbered
-        y, state = layer(w, x, state, Place(chunk, number, counts, kind))
+        of_kind = number if stages.period == 1 else number // stages.period
+        y, state = layer(w, x, state, Place(chunk, number, counts, kind, of_kind))
         if stages.padded:
             y = jnp.where(is_layer, y, x)
         return (y, state), None

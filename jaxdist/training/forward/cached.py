@@ -18,7 +18,7 @@ from jaxdist.config import ModelConfig
 from jaxdist.mesh.split import heads_of
 from jaxdist.models import Params, build_decoder
 from jaxdist.models.attention import causal_attention
-from jaxdist.models.decoding import Cache, attend_to_slots
+from jaxdist.models.decoding import Cache, attend_to_slots, slots_of, tokens_in
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.scores import Scores
 from jaxdist.parallel import placing, region, zero
@@ -29,6 +29,9 @@ from jaxdist.sharding import BATCH, SLOTS, STAGES, Layout, Tree, forward_spec
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.offload import to_device
 from jaxdist.training.forward.pipeline import PipelineForward
+
+Caches = tuple[Cache, ...]
+"""A cache for each kind of layer in a period."""
 
 
 class CachedForward:
@@ -43,6 +46,7 @@ class CachedForward:
         """The layout inside the region."""
         self.model = build_decoder(config, self.inner)
         self.piped = forward.stages is not None
+        self.kinds = range(len(config.kinds))
         self.stages = forward.stages or Stages(1, 1, (config.layers,), len(config.kinds))
         axes = self.stages.axes(self.model.axes) if self.piped else self.model.axes
         self.places = placing.placements(self.layout, axes, forward.abstract, placing.ZeroOptions(forward.stage))
@@ -74,7 +78,7 @@ class CachedForward:
         starts: Starts,
         begins: Int[Array, " B"],
         lengths: Int[Array, " B"],
-    ) -> tuple[Cache, Float[Array, "B V"]]:
+    ) -> tuple[Caches, Float[Array, "B V"]]:
         """Return (the cache of B fresh prompts, the logits after each of them).
 
         The prompts stand in R rows of T tokens; `starts` is None where each row is one prompt. `begins` says where each
@@ -95,8 +99,8 @@ class CachedForward:
         return prefill(weights, *arguments)
 
     def step(
-        self, weights: Params, cache: Cache, tokens: Int[Array, " B"], positions: Int[Array, " B"]
-    ) -> tuple[Cache, Float[Array, "B V"]]:
+        self, weights: Params, cache: Caches, tokens: Int[Array, " B"], positions: Int[Array, " B"]
+    ) -> tuple[Caches, Float[Array, "B V"]]:
         """Return (the cache with one token more in each row, at `positions`; the logits after these tokens)."""
         rows = self.layout.spec([BATCH])
         specs = (self._weight_specs, self._cache_spec, rows, rows)
@@ -126,54 +130,62 @@ class CachedForward:
         begins: jax.Array,
         lengths: jax.Array,
         starts: Starts = None,
-    ) -> tuple[Cache, jax.Array]:
+    ) -> tuple[Caches, jax.Array]:
         """Do the work of `prefill` on one device."""
-        source = self._sources(begins, tokens.size)
+        # A slot that no token is for gets the first one.
+        sources = [begins[:, None] + jnp.maximum(0, self._tokens_in(kind, lengths - 1)) for kind in self.kinds]
         inputs = BlockInputs(starts=starts)
 
-        def layer(w: Params, x: jax.Array, cache: Cache, place: Place) -> tuple[jax.Array, Cache]:
+        def layer(w: Params, x: jax.Array, caches: Caches, place: Place) -> tuple[jax.Array, Caches]:
             def attend(scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
                 found = causal_attention(self.inner, scores, q, k, v, starts)
-                return found, Cache(*(_taken(a, source) for a in (k, v)))
+                return found, Cache(*(_taken(a, sources[place.kind]) for a in (k, v)))
 
             x, made = self.model.block_with(self._in_use(self.layer_places, w), x, inputs, attend, place.kind)
-            return x, Cache(*(_put(all_, new, place) for all_, new in zip(cache, made, strict=True)))
+            cache = Cache(*(_put(all_, new, place) for all_, new in zip(caches[place.kind], made, strict=True)))
+            return x, _replaced(caches, place.kind, cache)
 
         tops = self._tops(weights)
         x = self._vary(self.model.embed(self._with_blocks(tops), tokens, inputs))
         x, cache = self._through(layer, weights, x, self._empty(len(begins)))
         last = _taken(x, (begins + lengths - 1)[:, None])
-        return Cache(*(a[:, None] for a in cache)), self._logits(tops, last)
+        return jax.tree.map(lambda a: a[:, None], cache), self._logits(tops, last)
 
-    def _step(self, weights: Params, cache: Cache, tokens: jax.Array, positions: jax.Array) -> tuple[Cache, jax.Array]:
+    def _step(
+        self, weights: Params, cache: Caches, tokens: jax.Array, positions: jax.Array
+    ) -> tuple[Caches, jax.Array]:
         """Do the work of `step` on one device."""
         # The only token of a row has index 0.
         inputs = BlockInputs(starts=-positions[:, None])
-        slots = self._slots()
+        slots = [self._slots(kind) for kind in self.kinds]
+        held = [self._tokens_in(kind, positions) for kind in self.kinds]
         rows = jnp.arange(len(tokens))
 
-        def layer(w: Params, x: jax.Array, cache: Cache, place: Place) -> tuple[jax.Array, Cache]:
+        def layer(w: Params, x: jax.Array, caches: Caches, place: Place) -> tuple[jax.Array, Caches]:
+            own = slots[place.kind]
             # A slot that is another device's, or written when it is another rank's turn, is out of bounds and dropped.
-            own = jnp.where(place.counts, positions - slots[0], len(slots))
+            slot = jnp.where(place.counts, positions % self._count(place.kind) - own[0], len(own))
 
             def write(to: jax.Array, new: jax.Array) -> jax.Array:
-                at = to.at[place.chunk, place.layer, rows, own]
+                at = to.at[place.chunk, place.of_kind, rows, slot]
                 return at.set(new[:, 0], mode="drop", wrap_negative_indices=False)
 
             def attend(scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
+                cache = caches[place.kind]
                 written = Cache(write(cache.k, k), write(cache.v, v))
-                own_k, own_v = (a[place.chunk, place.layer] for a in written)
-                found = attend_to_slots(scores, q, own_k, own_v, slots, positions)
+                own_k, own_v = (a[place.chunk, place.of_kind] for a in written)
+                found = attend_to_slots(scores, q, own_k, own_v, held[place.kind], positions)
                 return join_over(self.inner.split(SLOTS), found).out.astype(q.dtype), written
 
-            return self.model.block_with(self._in_use(self.layer_places, w), x, inputs, attend, place.kind)
+            x, cache = self.model.block_with(self._in_use(self.layer_places, w), x, inputs, attend, place.kind)
+            return x, _replaced(caches, place.kind, cache)
 
         tops = self._tops(weights)
         x = self._vary(self.model.embed(self._with_blocks(tops), tokens[:, None], inputs))
-        x, cache = self._through(layer, weights, x, Cache(*(_own_stage(a) for a in cache)))
-        return Cache(*(a[:, None] for a in cache)), self._logits(tops, x)
+        x, cache = self._through(layer, weights, x, jax.tree.map(_own_stage, cache))
+        return jax.tree.map(lambda a: a[:, None], cache), self._logits(tops, x)
 
-    def _through(self, layer: Layer, weights: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    def _through(self, layer: Layer, weights: Params, x: jax.Array, cache: Caches) -> tuple[jax.Array, Caches]:
         """Run all layers on the residual stream `x`."""
         if self.piped:
             blocks = jax.tree.map(_own_stage, weights[BLOCKS])
@@ -213,22 +225,31 @@ class CachedForward:
         axes = (*self.layout.split(BATCH), *self.layout.split(SLOTS), *self.layout.split(STAGES))
         return region.vary(x, axes)
 
-    def _slots(self) -> Int[Array, " S"]:
-        """Return the slots of the cache that this device holds."""
-        return self.inner.positions(self.config.sequence // self.inner.parts(SLOTS), SLOTS)
+    def _count(self, kind: int) -> int:
+        """Return the slots of a row in layers of a kind, on all devices."""
+        return slots_of(self.config.kinds[kind], self.config.sequence, self.inner.parts(SLOTS))
 
-    def _sources(self, begins: Int[Array, " B"], count: int) -> Int[Array, "B S"]:
-        """Return which of `count` tokens fills each slot of this device; behind a prompt's last one it is any."""
-        return jnp.minimum(begins[:, None] + self._slots()[None], count - 1)
+    def _slots(self, kind: int) -> Int[Array, " C"]:
+        """Return the slots that this device holds of layers of a kind."""
+        return self.inner.positions(self._count(kind) // self.inner.parts(SLOTS), SLOTS)
 
-    def _empty(self, rows: int) -> Cache:
-        """Return this device's part of a cache of zeros, for a number of rows of its own."""
+    def _tokens_in(self, kind: int, positions: Int[Array, " B"]) -> Int[Array, "B C"]:
+        """Return which tokens are in these slots, where the last one of a row is at `positions`."""
+        return tokens_in(self._slots(kind), self._count(kind), positions)
+
+    def _empty(self, rows: int) -> Caches:
+        """Return this device's part of caches of zeros, for a number of rows of its own."""
         heads = heads_of(self.config, self.layout.parts("heads"))
-        slots = self.config.sequence // self.layout.parts(SLOTS)
-        shape = (self.stages.virtual, self.stages.depth, rows, slots, heads.key_value)
         axes = [axis for name in (STAGES, BATCH, SLOTS, "heads") for axis in self.layout.split(name)]
-        sizes = (heads.key_size, heads.value_size)
-        return Cache(*(region.zeros((*shape, size), self.forward.dtype, axes) for size in sizes))
+
+        def empty(kind: int) -> Cache:
+            layers = len(range(kind, self.stages.depth, self.stages.period))
+            slots = self._count(kind) // self.layout.parts(SLOTS)
+            shape = (self.stages.virtual, layers, rows, slots, heads.key_value)
+            sizes = (heads.key_size, heads.value_size)
+            return Cache(*(region.zeros((*shape, size), self.forward.dtype, axes) for size in sizes))
+
+        return tuple(empty(kind) for kind in self.kinds)
 
 
 def _own_stage(a: jax.Array) -> jax.Array:
@@ -241,8 +262,13 @@ def _taken(a: Float[Array, "R T ..."], source: Int[Array, "B S"]) -> Float[Array
     return a.reshape(-1, *a.shape[2:])[source]
 
 
+def _replaced(caches: Caches, kind: int, cache: Cache) -> Caches:
+    """Return the caches with another one of a kind."""
+    return (*caches[:kind], cache, *caches[kind + 1 :])
+
+
 def _put(to: Float[Array, "v depth ..."], new: Float[Array, "..."], place: Place) -> Float[Array, "v depth ..."]:
     """Return `to` with `new` in a layer's place, if it is this rank's turn."""
     if place.counts is not True:
-        new = jnp.where(place.counts, new, to[place.chunk, place.layer])
-    return to.at[place.chunk, place.layer].set(new)
+        new = jnp.where(place.counts, new, to[place.chunk, place.of_kind])
+    return to.at[place.chunk, place.of_kind].set(new)
