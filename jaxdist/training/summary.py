@@ -182,7 +182,10 @@ def _kernel(run: Run) -> Row:
         return "statistics", STATISTICS
     apart = config.model.documents == "apart"
     value_size = head_sizes_of(config.model).value
-    return "attention", attention_kernel(run.layout, queries(run), run.dtype, apart, config.model.window, value_size)
+    # One for each kind of layer.
+    windows = dict.fromkeys(kind.window for kind in config.model.kinds)
+    kernels = [attention_kernel(run.layout, queries(run), run.dtype, apart, w, value_size) for w in windows]
+    return "attention", "; ".join(kernels)
 
 
 def _places(run: Run) -> list[Row]:
