@@ -55,6 +55,11 @@ class Model:
     """The shapes of what a layer returns beside the residual stream (`decoder.Aux`)."""
 
     @property
+    def period(self) -> int:
+        """How many kinds of layers there are, which repeat in their order."""
+        return len(self.block_graphs)
+
+    @property
     def vocab(self) -> int:
         """V: the tokens."""
         return self.abstract["table"].shape[0]

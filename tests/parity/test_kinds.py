@@ -62,7 +62,7 @@ def test_less_than_a_period_and_whole_ones(layers):
 def written_out(model: models.Model, params: dict, tokens: jax.Array) -> jax.Array:
     x = model.embed(params, tokens)
     for i in range(len(jax.tree.leaves(params["blocks"])[0])):
-        x, _ = model.block(jax.tree.map(lambda a, i=i: a[i], params["blocks"]), x, kind=i % len(PERIOD))
+        x, _ = model.block(jax.tree.map(lambda a, i=i: a[i], params["blocks"]), x, kind=i % model.period)
     return model.logits(params, x)
 
 

@@ -39,6 +39,7 @@ class Toy:
     """What a `PipelineForward` or `DecoderForward` asks of a model."""
 
     vocab = VOCAB
+    period = 1
 
     def __init__(self, layout: Layout, layers: int, rate: float = 0.0):
         self.layout, self.rate, self.axes = layout, rate, AXES
@@ -53,7 +54,7 @@ class Toy:
     def embed(self, params, tokens, inputs):
         return dropout(self.layout, lookup(self.layout, params["table"], tokens), self.rate, inputs.keys, site=0)
 
-    def block(self, w, x, inputs):
+    def block(self, w, x, inputs, kind=0):
         y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5)
         y = enter(self.layout, y * spread(w["scale"], y), "mlp")
         h = einsum(self.layout, "BSD,DF->BSF", y, w["up"])

@@ -76,7 +76,7 @@ def whole_pass(family: str):
         x = model.embed(params, texts)
         for i in range(run.config.model.layers):
             layer = jax.tree.map(lambda a, i=i: a[i], params["blocks"])
-            x, _ = model.block(layer, x, kind=i % len(model.block_graphs))
+            x, _ = model.block(layer, x, kind=i % model.period)
         return model.logits(params, x)
 
     def on_one_device(texts):

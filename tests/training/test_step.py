@@ -115,13 +115,13 @@ def test_layers_and_places_have_masks_of_their_own():
     setup = Setup("1x1x1", cases.MODEL.model_copy(update={"dropout": 0.5, "layers": 2}))
     seen = []
 
-    def block(layer, x, inputs):
+    def block(layer, x, inputs, kind=0):
         seen.append(np.asarray(jax.random.key_data(inputs.keys)))
         return x, {}
 
     forward = setup.forward
     embed = lambda w, tokens, inputs: block(None, jnp.zeros((2, 3, 4)), inputs)[0]
-    forward.model = SimpleNamespace(block=block, embed=embed, cast=lambda params, dtype: params)
+    forward.model = SimpleNamespace(period=1, block=block, embed=embed, cast=lambda params, dtype: params)
     with jax.disable_jit():
         tokens, keys = jnp.zeros((1, 2, 3), int), jax.random.split(jax.random.key(0))[None]
         forward.places = {"blocks": {"w": Placement(*4 * [jax.P()])}}

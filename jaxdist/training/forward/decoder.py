@@ -168,7 +168,7 @@ class DecoderForward(AccumulatingForward[Model]):
         x = _each(embed, tokens, inputs)
         block_sinks = sinks.get(BLOCKS) if sinks else None
         numbered = (jnp.arange(layers), weights[BLOCKS], block_sinks)
-        blocks = [self.remat_all(partial(block, kind)) for kind in range(len(self.model.block_graphs))]
+        blocks = [self.remat_all(partial(block, kind)) for kind in range(self.model.period)]
         return periods.scan(blocks, x, numbered, unroll=self.unroll)
 
     def _gather_tops(self, weights: Params, sinks: Params | None) -> Params:
