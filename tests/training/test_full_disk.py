@@ -8,6 +8,7 @@ import builtins
 import errno
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -140,4 +141,5 @@ def test_a_disk_of_few_kilobytes(size, text, tmp_path):
     assert "never awaited" not in said
     stopped = [line for line in said.splitlines() if line.startswith("stopped: ")]
     assert len(stopped) == 1, said
-    assert "could not be saved: no space left on device; " in stopped[0]
+    # On a busy machine a step may be whole before the disk is full.
+    assert re.search("(could not be saved|a later operation failed): no space left on device; ", stopped[0])
