@@ -34,9 +34,13 @@ def flops_per_parameter(model: ModelConfig) -> int:
 def flops_formula(model: ModelConfig) -> str:
     """Describe what `flops_per_token` counts."""
     width = "embed" if model.heads * model.head_size == model.embed else "heads x head_dim"
-    if has_window(model):
+    share = _share_in_window(model)
+    if share == 1:
         tokens = "(2 x window - window^2 / sequence)"
         kind = "causal attention in a window"
+    elif share:
+        tokens = f"({share:.4g} x (2 x window - window^2 / sequence) + {1 - share:.4g} x sequence)"
+        kind = "causal attention, in a window in some layers"
     else:
         tokens = "sequence"
         kind = "causal attention"
@@ -50,13 +54,22 @@ def flops_formula(model: ModelConfig) -> str:
 
 
 def has_window(model: ModelConfig) -> bool:
-    """Return whether a sliding window hides something from a row of tokens."""
-    return 0 < model.window < model.sequence
+    """Return whether a sliding window hides something from a row of tokens, in some layers at least."""
+    return _share_in_window(model) > 0
+
+
+def _share_in_window(model: ModelConfig) -> float:
+    """Return the share of the layers in which a sliding window hides something."""
+    return sum(share for kind, share in model.shares_of_kinds.items() if 0 < kind.window < model.sequence)
 
 
 def in_window(model: ModelConfig) -> str:
     """Return the end of a line about a model whose attention has a sliding window; empty for another."""
-    return f"; attention in a window of {model.window:,} tokens" if has_window(model) else ""
+    share = _share_in_window(model)
+    if not share:
+        return ""
+    where = "" if share == 1 else f" in {round(share * model.layers)} of {model.layers} layers"
+    return f"; attention in a window of {model.window:,} tokens{where}"
 
 
 def attention_flops_per_token(model: ModelConfig) -> float:

@@ -5,11 +5,14 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jaxdist import models
 from jaxdist.config import FAMILIES, ModelConfig
+from jaxdist.config.model import Kind
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.request.checks.model import decoder_parameters
+from jaxdist.sharding import ONE_DEVICE
 from tests.models.roles import decaying
 
 SIZES = dict(layers=2, embed=32, heads=4, vocab=96, sequence=16)
@@ -32,6 +35,14 @@ def test_the_matrices_are_those_that_the_traits_predict(family, tied):
         model = models.build(config)
         sizes = jax.tree.map(lambda leaf, matrix: leaf.size * matrix, model.abstract, decaying(model))
         assert sum(jax.tree.leaves(sizes)) == decoder_parameters(config)
+
+
+@pytest.mark.parametrize("family", models.DECODERS)
+def test_a_block_is_built_as_its_kind(family):
+    config = ModelConfig(family=family, window=7, **SIZES)
+    for kind in (Kind(7), Kind(0)):
+        block = models.DECODERS[family].make_block(config, kind, ONE_DEVICE, nnx.Rngs(params=0, adapters=0))
+        assert block.attention.scores.window == kind.window
 
 
 @pytest.mark.parametrize("family", models.DECODERS)

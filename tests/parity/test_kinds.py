@@ -13,7 +13,6 @@ from jaxdist.config.model import FAMILIES
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.parallel.pipeline.stages import stages_of
-from jaxdist.planning.timing import keys_per_query
 from jaxdist.sharding import Layout
 from jaxdist.training.forward.decoder import DecoderForward
 from tests.kinds import LAYERS, PERIOD, llama_of_several_kinds  # noqa: F401  # used by itself
@@ -96,9 +95,3 @@ def test_a_pipeline_is_refused():
     config = Config(model=MODEL, mesh="pipeline=2")
     with pytest.raises(ValueError, match=r"layers of llama are of several kinds, in a period of 3, .* pipeline"):
         stages_of(Split(config, parse_mesh(config.mesh)))
-
-
-def test_the_keys_of_a_query_are_a_mean_over_layers():
-    """Five layers of seven have the window: the first two of each period, and the one that is left."""
-    sliding = 5 - 5**2 / 32
-    assert keys_per_query(MODEL) == pytest.approx((5 * sliding + 2 * 8) / 7)

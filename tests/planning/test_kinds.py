@@ -1,0 +1,56 @@
+"""Predictions, and the summary of a run, where layers are of several kinds."""
+
+import math
+
+import pytest
+
+from jaxdist.config import Config, ModelConfig, TrainConfig
+from jaxdist.config.model import FAMILIES
+from jaxdist.planning import activations, timing
+from jaxdist.sharding import ONE_DEVICE
+from jaxdist.training.run import Run
+from jaxdist.training.summary import outlook
+from tests.kinds import llama_of_several_kinds  # noqa: F401  # used by itself
+
+WINDOW = 16
+MODEL = ModelConfig(family="llama", layers=7, embed=32, heads=4, mlp=48, vocab=80, sequence=1024, window=WINDOW)
+"""Five layers of seven have the window: the first two of each period, and the one that is left."""
+
+
+def of_kind(monkeypatch, name: str, predict) -> float:
+    """What is predicted where all layers are of one kind."""
+    with monkeypatch.context() as patch:
+        patch.setitem(FAMILIES, "llama", FAMILIES["llama"]._replace(period=(name,)))
+        return predict()
+
+
+def test_the_keys_of_a_query_are_a_mean_over_layers():
+    sliding = WINDOW - WINDOW**2 / 2048
+    assert timing.keys_per_query(MODEL) == pytest.approx((5 * sliding + 2 * 512) / 7)
+
+
+def test_the_formula_gives_the_flops():
+    formula = timing.flops_formula(MODEL)
+    assert formula.endswith("(causal attention, in a window in some layers)")
+    tokens = formula.split("layers x ")[1].split(" x embed")[0].replace("^", "**").replace(" x ", "*")
+    found = 6 * 7 * eval(tokens, {"window": WINDOW, "sequence": 1024}) * 32
+    matrices = 7 * timing.matrices_per_layer(MODEL) + MODEL.vocab * MODEL.embed
+    assert math.isclose(6 * matrices + found, timing.flops_per_token(MODEL), rel_tol=1e-3)
+    assert timing.in_window(MODEL) == "; attention in a window of 16 tokens in 5 of 7 layers"
+
+
+def test_a_layer_without_a_window_decides_how_many_scores_there_are(monkeypatch):
+    def bytes_of_layer() -> int:
+        return activations.in_layer(MODEL, ONE_DEVICE, 2, 4, "none")
+
+    assert bytes_of_layer() == of_kind(monkeypatch, "full", bytes_of_layer)
+    assert bytes_of_layer() > of_kind(monkeypatch, "sliding", bytes_of_layer)
+
+
+def test_the_summary_names_the_attention_of_each_kind():
+    small = MODEL.model_copy(update={"sequence": 64, "embed": 16})
+    run = Run(Config(model=small, precision="float32", train=TrainConfig(global_batch_size=2)), dry=True, batch=False)
+    (line,) = [line for line in outlook(run) if line.startswith("attention ")]
+    windowed, full = line.split("; ")
+    assert "causal attention in a window of 16 tokens in 1 block" in windowed
+    assert full.startswith("causal attention in 1 block")
