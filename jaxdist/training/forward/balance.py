@@ -65,7 +65,7 @@ class CollapseWatch:
     def warning(self, steps: range, figures: Mapping[str, float | int | None]) -> str:
         """Return once of a run that nearly all tokens have gone to the same experts of a layer for PATIENCE steps.
 
-        `figures` are those of the last of the `steps`; empty where there is nothing to say, as without routers.
+        `figures` belong to the last of the `steps`. Empty where there is nothing to say, as without routers.
         """
         load_max = figures.get(LOAD_MAX)
         if load_max is None or not collapsed(load_max, self.experts, self.per_token):

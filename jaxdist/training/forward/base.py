@@ -106,7 +106,7 @@ class ForwardBase(Generic[ModelT]):
         return isinstance(self.model, Model) and bool(self.model.aux_shapes)
 
     def positions(self, batch: Batch) -> int | None:
-        """Return the tokens of `batch`, by which gradients are divided that layers' losses are in; None for `count`."""
+        """Return the tokens of `batch`, by which gradients are divided where layers have losses; None for `count`."""
         return batch["labels"].size if self.has_layer_losses else None
 
     def cross_entropy_weight(self, batch: Batch) -> Float[Array, ""]:
