@@ -47,6 +47,9 @@ LONGEST_REASON = 200
 LISTED = 10
 """Arrays that an error names at most."""
 
+NOT_WRITTEN = r"coroutine '.*\bwrite_fragment' was never awaited"
+"""What Python says of a part of an array that Orbax has not begun to write."""
+
 METER = ".mlp.meter"
 """How the name of a parameter ends that older checkpoints of routed models hold: zeros, which nothing reads."""
 
@@ -246,7 +249,9 @@ def _restored_part(item: Path, tree: Any) -> Any:
 @cache
 def _silence_orbax() -> None:
     """Keep Orbax from logging what it also raises."""
-    # When Orbax gives up, the tasks that it leaves behind fail in an event loop that is closed; Python prints that.
+    # When Orbax gives up, what it has not begun to write complains as soon as it is freed, wherever that is.
+    warnings.filterwarnings("ignore", NOT_WRITTEN, RuntimeWarning)
+    # The tasks that it leaves behind fail in an event loop that is closed; Python prints that.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
     hook = sys.unraisablehook
