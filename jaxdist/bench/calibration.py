@@ -24,6 +24,7 @@ from jaxdist.cluster.rendezvous import host_names
 from jaxdist.cluster.runtime import capacity
 from jaxdist.doctor.devices import numbered, on_each, timed
 from jaxdist.mesh import describe
+from jaxdist.parallel.region import to_next
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
 
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, PERMUTE)
@@ -234,7 +235,6 @@ def step(kind: str, axis: str, ranks: int) -> Body:
 
     Its result is a row of the same shape and of bounded values, the input of the next round, and is hardly moved.
     """
-    ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
 
     def all_reduce(x: jax.Array) -> jax.Array:
         # The mean stays bounded however often it is taken; the cast moves nothing.
@@ -251,7 +251,7 @@ def step(kind: str, axis: str, ranks: int) -> Body:
         return lax.dynamic_update_slice_in_dim(x, own, 0, axis=1)
 
     def permute(x: jax.Array) -> jax.Array:
-        return lax.ppermute(x, axis, ring)
+        return lax.ppermute(x, axis, to_next(ranks))
 
     bodies = {ALL_REDUCE: all_reduce, ALL_GATHER: all_gather, REDUCE_SCATTER: reduce_scatter, PERMUTE: permute}
     return bodies[kind]

@@ -33,6 +33,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.mesh import CONTEXT
 from jaxdist.mesh.context import repeated_heads, zigzag
+from jaxdist.parallel.region import to_next
 from jaxdist.sharding import Tree, wide
 
 Starts = Int[Array, "B S"] | None
@@ -218,8 +219,7 @@ class Ring:
 
     def _onward(self, x: Pair) -> Pair:
         """Send each device's `x` to the next one."""
-        ring = [(i, (i + 1) % self.ranks) for i in range(self.ranks)]
-        return jax.tree.map(partial(lax.ppermute, axis_name=CONTEXT, perm=ring), x)
+        return jax.tree.map(partial(lax.ppermute, axis_name=CONTEXT, perm=to_next(self.ranks)), x)
 
 
 def _wide(gradients: Gradients) -> Gradients:

@@ -46,6 +46,11 @@ def vary(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.pcast(x, missing, to="varying")
 
 
+def to_next(ranks: int) -> list[tuple[int, int]]:
+    """Return the (source, target) pairs with which each rank sends to the next one, and the last to the first."""
+    return [(rank, (rank + 1) % ranks) for rank in range(ranks)]
+
+
 def zeros(shape: tuple[int, ...], dtype: DTypeLike, axes: Axes) -> jax.Array:
     """Return zeros that vary over `axes`: a loop that sums must begin with a value of the type of the sum."""
     return vary(jnp.zeros(shape, dtype), axes)

@@ -54,13 +54,12 @@ class Device:
         # Parameters of layers are [v, S, depth, ...]: without these three dims they are one layer's.
         places_of_layer = jax.tree.map(lambda p: p.layer.layer.layer, self.block_places)
         self.layers = Layers(program.layer, stages, places_of_layer, stage)
-        ring = [(i, (i + 1) % stages.ranks) for i in range(stages.ranks)]
+        self.onward = region.to_next(stages.ranks)
+        """(source, target) ranks of the messages of the forward pass."""
         if stages.virtual == 1:
             # With one chunk per rank, the last rank sends to none.
-            ring = ring[:-1]
-        self.onward = ring
-        """(source, target) ranks of the messages of the forward pass."""
-        self.back = [(b, a) for a, b in ring]
+            self.onward.pop()
+        self.back = [(b, a) for a, b in self.onward]
         """The same for the backward pass."""
 
     def numbers(self, chunk: jax.Array | int) -> tuple[Int[Array, " depth"], Bool[Array, " depth"]]:

@@ -20,6 +20,7 @@ from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import periods
 from jaxdist.parallel.pipeline.device import get
 from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.parallel.region import to_next
 from jaxdist.sharding import Tree
 
 
@@ -54,13 +55,13 @@ def relay(
     """
     if stages.ranks == 1:
         return _chunk(stages, layer, blocks, x, state, 0, True)
-    ring = [(rank, (rank + 1) % stages.ranks) for rank in range(stages.ranks)]
+    onward = to_next(stages.ranks)
 
     def tick(carry: tuple[jax.Array, Tree], number: Int[Array, ""]) -> tuple[tuple[jax.Array, Tree], None]:
         counts = lax.axis_index(PIPELINE) == number % stages.ranks
         chunk = 0 if stages.virtual == 1 else number // stages.ranks
         x, state = _chunk(stages, layer, blocks, *carry, chunk, counts)
-        return (lax.ppermute(x, PIPELINE, ring), state), None
+        return (lax.ppermute(x, PIPELINE, onward), state), None
 
     return lax.scan(tick, (x, state), jnp.arange(stages.ranks * stages.virtual))[0]
 
