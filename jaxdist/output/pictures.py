@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.files import replacing
-from jaxdist.mesh import CONTEXT, EXPERT
+from jaxdist.mesh import DATA, FAST, PIPELINE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,11 +42,9 @@ CYAN = "#66CCEE"
 TIME = {
     "arithmetic": BLUE,
     "waiting": GREY,
-    CONTEXT: CYAN,
-    EXPERT: PURPLE,
-    "model": ORANGE,
-    "pipeline": GREEN,
-    "data": RED,
+    **dict(zip(FAST, (PURPLE, CYAN, ORANGE), strict=True)),
+    PIPELINE: GREEN,
+    DATA: RED,
     "optimizer": WINE,
 }
 """Parts of the time of a step."""
