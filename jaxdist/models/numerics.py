@@ -79,6 +79,13 @@ class Sizes:
         return self.heads * self.size
 
 
+def attention_of(layout: Layout, sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> list[Difference]:
+    """Compare what runs on a device of `layout`: half-blocks of a ring, or attention to whole rows."""
+    if layout.zigzag:
+        return ring_of_cudnn(sizes, dtype, device)
+    return attention(sizes, dtype, device)
+
+
 def attention(sizes: Sizes, dtype: jnp.dtype, device: jax.Device) -> list[Difference]:
     """Compare the attention that `models.attention` chooses on this device."""
     q = (sizes.rows, sizes.sequence, sizes.heads, sizes.size)

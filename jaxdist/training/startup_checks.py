@@ -24,8 +24,7 @@ def queries(run: Run) -> tuple[int, int, int, int]:
 def check_attention(run: Run) -> str:
     """Compare cuDNN's attention with the plain form in float32; return the result, or "" where cuDNN is not used.
 
-    Of ring attention it compares half-blocks as a ring joins them. This runs on one device of each process, with the
-    run's dtype, head size and grouped-query ratio, on few tokens.
+    This runs on one device of each process, with the run's dtype, head size and grouped-query ratio, on few tokens.
     Raises `RequestError` where it is wrong.
     """
     model = run.config.model
@@ -38,8 +37,7 @@ def check_attention(run: Run) -> str:
     group = model.heads // model.key_value_heads
     device = jax.local_devices()[0]
     sizes = numerics.Sizes(heads=2 * group, kv_heads=2, size=model.head_size, window=min(model.window, WINDOW))
-    compare = numerics.ring_of_cudnn if run.layout.zigzag else numerics.attention
-    found = compare(sizes, run.dtype, device)
+    found = numerics.attention_of(run.layout, sizes, run.dtype, device)
     for one in found:
         if not one.fine:
             raise RequestError(
