@@ -251,8 +251,8 @@ def test_an_outer_step_makes_the_balance_the_mean_of_the_replicas():
 
 
 def test_a_router_has_collapsed_where_nearly_all_tokens_choose_the_same_experts():
-    assert not collapsed(1.0, experts=8, per_token=2)
-    assert not collapsed(3.6, experts=8, per_token=2)
-    assert collapsed(3.8, experts=8, per_token=2)
-    assert collapsed(8.0, experts=64, per_token=8)
-    assert not collapsed(1.0, experts=4, per_token=4)  # every token goes to all
+    assert not collapsed(1.0, most=8 / 2)
+    assert not collapsed(3.6, most=8 / 2)
+    assert collapsed(3.8, most=8 / 2)
+    assert collapsed(8.0, most=64 / 8)
+    assert not collapsed(1.0, most=4 / 4)  # every token goes to all

@@ -46,9 +46,8 @@ def reported(aux: Aux, layers: int, positions: int) -> dict[str, Float[Array, ""
     return dict(zip(METERS, sums, strict=True)) | {LOAD_MAX: jnp.max(load) / mean_load}
 
 
-def collapsed(load_max: float, experts: int, per_token: int) -> bool:
-    """Return whether nearly all tokens choose the same `per_token` experts of some layer."""
-    most = experts / per_token
+def collapsed(load_max: float, most: float) -> bool:
+    """Return whether nearly all tokens choose the same experts of some layer; `most` is the load if all do."""
     return most > 1 and load_max - 1 >= COLLAPSED * (most - 1)
 
 
@@ -56,8 +55,8 @@ class CollapseWatch:
     """Counts the steps in which a router is collapsed."""
 
     def __init__(self, model: ModelConfig):
-        self.experts = model.experts
-        self.per_token = model.experts_per_token
+        self.most = model.experts / model.experts_per_token
+        """The load of an expert that all tokens choose, as many times the mean."""
         self.steps = 0
         """Steps in a row in which a router was collapsed."""
         self.warned = False
@@ -68,17 +67,16 @@ class CollapseWatch:
         `figures` belong to the last of the `steps`. Empty where there is nothing to say, as without routers.
         """
         load_max = figures.get(LOAD_MAX)
-        if load_max is None or not collapsed(load_max, self.experts, self.per_token):
+        if load_max is None or not collapsed(load_max, self.most):
             self.steps = 0
             return ""
         self.steps += len(steps)
         if self.warned or self.steps < PATIENCE:
             return ""
         self.warned = True
-        most = self.experts / self.per_token
         return (
             f"warning: a router has collapsed: for {self.steps} steps up to {steps[-1]} the fullest expert of a "
-            f"layer had nearly all tokens ({load_max:.2f} times the mean load, at most {most:.2f}); raise "
+            f"layer had nearly all tokens ({load_max:.2f} times the mean load, at most {self.most:.2f}); raise "
             f"model.balance_rate or model.balance_loss"
         )
 
