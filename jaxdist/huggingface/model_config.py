@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -275,15 +276,12 @@ def _type_for(model: ModelConfig, preferred: str | None) -> str:
     if preferred in fitting:
         return preferred
     if not fitting:
-        of_text = f"family {model.family}"
-        if model.traits.rotary:
-            of_text += f" with qkv_bias {model.qkv_bias}, qk_norm {model.qk_norm}, window {model.window}"
-        if model.traits.routed:
-            of_text += (
-                f", router {model.router}, router_renormalize {model.router_renormalize}, router_scale "
-                f"{model.router_scale:g}, shared_experts {model.shared_experts}"
-            )
-        raise RequestError(f"no model type of transformers that jaxdist writes computes a model of {of_text}")
+        of_family = [kind for kind in MODEL_TYPES.values() if kind.family == model.family]
+        knobs = dict.fromkeys(itertools.chain(*map(_fixed, of_family), ["window"]))
+        values = ", ".join(f"{knob} {getattr(model, knob)}" for knob in knobs)
+        raise RequestError(
+            f"no model type of transformers that jaxdist writes computes a model of family {model.family} with {values}"
+        )
     return fitting[0]
 
 
@@ -297,10 +295,15 @@ def _computes(kind: ModelType, model: ModelConfig) -> bool:
         return False
     if "head_dim" not in kind.settings and model.head_size * model.heads != model.embed:
         return False
+    return all(getattr(model, knob) == value for knob, value in _fixed(kind).items())
+
+
+def _fixed(kind: ModelType) -> dict[str, Any]:
+    """Return the knobs, with their values, that are the same in all models of a type with rotary positions."""
     implied = {"qkv_bias": False, "qk_norm": "none", **kind.implied}
     # How a run balances its experts does not change what the model computes.
     free = {"balance_rate", *(setting.knob for setting in kind.settings.values())}
-    return all(getattr(model, knob) == value for knob, value in implied.items() if knob not in free)
+    return {knob: value for knob, value in implied.items() if knob not in free}
 
 
 def _invalid(values: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
