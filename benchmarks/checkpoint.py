@@ -60,7 +60,7 @@ def noisy(run: Run) -> TrainState:
     """A state that does not compress: an optimizer that has seen no gradient is all zeros."""
     rng = np.random.default_rng(0)
     like = lambda a: rng.standard_normal(a.shape, np.float32) if a.dtype == np.float32 else np.zeros(a.shape, a.dtype)
-    return jax.tree.map(lambda a: jax.device_put(like(a), a.sharding), run.abstract_logical())
+    return jax.tree.map(lambda a: jax.device_put(like(a), a.sharding), run.engine.abstract_logical())
 
 
 def facts(step: int) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def block() -> None:
     with jax.set_mesh(run.mesh), folder() as path, Checkpoints(path, keep=1) as checkpoints:
         shelf = StepDir(path / "checkpoints")
         batch = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), run.batch())
-        step, state = run.compile(), run.init()
+        step, state = run.compile(), run.engine.init()
         steps, blocked, whole = [], [], []
         for number in range(1, 4 * REPEATS + 1):
             started = time.perf_counter()
@@ -186,7 +186,7 @@ def watched(call: Callable[[], object]) -> dict[str, Counter[str]]:
 def where() -> None:
     run = Run(Config(mesh="1x1x1"))
     with jax.set_mesh(run.mesh), folder() as path, Checkpoints(path, keep=1) as checkpoints:
-        state, found = run.step.logical(run.init()), []
+        state, found = run.step.logical(run.engine.init()), []
         for step in range(1, 8 * REPEATS + 1):
             found.append(watched(lambda: checkpoints.save(step, state, facts(step))))  # noqa: B023
             checkpoints.wait()
@@ -243,7 +243,7 @@ def mesh() -> None:
                 if number == 0:
                     checkpoints.save(1, noisy(run), facts(1))
                     continue
-                abstract, step = run.abstract_logical(), checkpoints.find()
+                abstract, step = run.engine.abstract_logical(), checkpoints.find()
                 found.setdefault(shape, []).append(seconds(lambda: checkpoints.restore(abstract, step)))  # noqa: B023
     same = statistics.median(found["4x1x1"])
     for shape, times in found.items():
@@ -260,7 +260,7 @@ from jaxdist.training.run import Run
 status = lambda name: next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(name))
 run = Run(Config.model_validate_json(sys.argv[2]))
 with jax.set_mesh(run.mesh), Checkpoints(Path(sys.argv[1]), keep=None) as checkpoints:
-    abstract, found = run.abstract_logical(), checkpoints.find()
+    abstract, found = run.engine.abstract_logical(), checkpoints.find()
     before = status("VmRSS:")
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far begins anew
     state = jax.block_until_ready(checkpoints.restore(abstract, found))

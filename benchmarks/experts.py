@@ -101,7 +101,7 @@ def loads(form: str, factor: float) -> tuple[float, float]:
     run = run_of(8, factor)
     run.steps = 1
     with exchanged(form), jax.set_mesh(run.mesh):
-        state = run.init()
+        state = run.engine.init()
         gradients = jax.jit(lambda *arguments: run.forward.gradients(*arguments)[1])
         found = gradients(state.params, {}, random_work(run), jnp.asarray(0))["blocks"]["mlp"]
     tokens = ROWS * SIZES["sequence"]

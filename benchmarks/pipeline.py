@@ -86,7 +86,7 @@ def layers_alone(micro: int, repeats: int = 8) -> tuple[float, float]:
     seconds, programs = ([], []), []
     for run in runs:
         with jax.set_mesh(run.mesh):
-            arguments = run.init().params, random_work(run)
+            arguments = run.engine.init().params, random_work(run)
             programs.append((jax.jit(partial(_one_after_another, run)).lower(*arguments).compile(), arguments))
     for _ in range(repeats + 1):  # the first is not counted
         for (program, arguments), found in zip(programs, seconds, strict=True):
@@ -148,7 +148,7 @@ def temporaries(run: Run, by_jax: bool = False) -> int:
         return forward.gradients(weights, {}, batch, jnp.asarray(0))[:2]
 
     with jax.set_mesh(run.mesh):
-        compiled = jax.jit(step).lower(run.abstract().params, run.batch()).compile()
+        compiled = jax.jit(step).lower(run.engine.abstract().params, run.batch()).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -41,7 +41,7 @@ from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.sharding import BATCH, Layout, Rules
 from jaxdist.training.checkpoint.manager import Checkpoints
-from jaxdist.training.engine import Engine, Sums, means
+from jaxdist.training.engine import Engine
 from jaxdist.training.forward.module import ModuleForward, Scope
 from jaxdist.training.forward.module_pipeline import ModulePipelineForward, check_request, staged, stages_of_module
 from jaxdist.training.forward.step import Forward, Metrics, Step, TrainState
@@ -152,17 +152,16 @@ class Parallel:
         self.accumulation = accumulation
         self.model = model
         self._engine = engine
-        self._step = engine.step
         self._note = note
 
     def __repr__(self) -> str:
         """Return the number of parameters, those that are trained, the mesh, ZeRO's stage, and what it cannot split."""
         sizes = [a.size for a in jax.tree.leaves(self.model.abstract)]
-        places = jax.tree.leaves(self._step.forward.places)
+        places = jax.tree.leaves(self._engine.step.forward.places)
         count = sum(sizes)
         learned = sum(size for size, place in zip(sizes, places, strict=True) if place.role.trained)
         frozen = f" ({learned:,} of them trained)" if learned < count else ""
-        text = f"{count:,} parameters{frozen} on {describe(self.mesh.shape)}, ZeRO {self._step.forward.stage}"
+        text = f"{count:,} parameters{frozen} on {describe(self.mesh.shape)}, ZeRO {self._engine.step.forward.stage}"
         return f"{text}; {self._note}" if self._note else text
 
     def init(self, seed: int) -> TrainState:
@@ -194,7 +193,7 @@ class Parallel:
         rows = rows_of(batch)
         ranks = self.layout.ranks
         even = rows - rows % ranks
-        if even < rows and self._step.forward.stages is not None:
+        if even < rows and self._engine.step.forward.stages is not None:
             near = f"{even} or {even + ranks}" if even else ranks
             raise ValueError(f"{rows} rows do not divide by the {ranks} parts of a batch; give {near}")
         parts: list[tuple[slice, tuple[str | None, ...]]] = []
@@ -203,13 +202,13 @@ class Parallel:
         if even < rows:
             parts.append((slice(even, rows), ()))
         with jax.set_mesh(self.mesh):
-            found, _ = means(self._sums(state, batch, *part) for part in parts)
-        return found
+            batches = (self._part(batch, *part) for part in parts)
+            found = self._engine.measure(self._engine.step.whole(state), state.variables, batches)
+        return found.values
 
-    def _sums(self, state: TrainState, batch: Batch, rows: slice, dims: tuple[str | None, ...]) -> Sums:
-        """Evaluate some rows of `batch`, laid out by `dims`."""
-        part = jax.tree.map(lambda a: self._engine.put(a[rows][None], dims), batch)
-        return self._engine.evaluate(self._step.whole(state), state.variables, part)
+    def _part(self, batch: Batch, rows: slice, dims: tuple[str | None, ...]) -> Batch:
+        """Return some rows of `batch` on the mesh, laid out by `dims`."""
+        return jax.tree.map(lambda a: self._engine.put(a[rows][None], dims), batch)
 
     @cached_property
     def shardings(self) -> TrainState:
@@ -224,7 +223,7 @@ class Parallel:
         """
         self._check_state(state)
         with jax.set_mesh(self.mesh), Checkpoints(Path(folder), keep=1) as checkpoints:
-            checkpoints.save(int(state.step), self._step.logical(state), {"step": int(state.step)})
+            checkpoints.save(int(state.step), self._engine.step.logical(state), {"step": int(state.step)})
 
     def restore(self, folder: Path | str) -> TrainState:
         """Return the state that `save` wrote there, from any mesh onto this one.
@@ -237,7 +236,7 @@ class Parallel:
             state = checkpoints.restore(self._engine.abstract_logical(), found)
             for note in checkpoints.notes:
                 warnings.warn(note, stacklevel=2)
-            return self._step.resume(state)
+            return self._engine.step.resume(state)
 
     def module(self, state: TrainState) -> nnx.Module:
         """Return the module with the trained parameters, on one device, in evaluation mode: to call or to export.
@@ -246,8 +245,8 @@ class Parallel:
         """
         self._check_state(state)
         with jax.set_mesh(self.mesh):
-            state = self._step.logical(state)
-        params, variables = jax.tree.map(self._engine.whole, (self._step.whole(state), state.variables))
+            state = self._engine.step.logical(state)
+        params, variables = jax.tree.map(self._engine.whole, (self._engine.step.whole(state), state.variables))
         return self.model.merge(params, variables, train=False)
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:

@@ -109,7 +109,7 @@ class Timed:
         self._wait_for_the_others(note)
         note(STARTING)
         with jax.set_mesh(self.run.mesh):
-            self._state = self.run.init()
+            self._state = self.run.engine.init()
             self._batch = random_work(self.run)
         jax.block_until_ready((self._state, self._batch))
 

@@ -1,4 +1,4 @@
-"""The programs of a step on a mesh, for runs and the library: its state made and described, trained and evaluated.
+"""The programs of a step on a mesh, for runs and the library: its state made and described, trained and measured.
 
 Call all of it under `jax.set_mesh` of that mesh.
 """
@@ -11,20 +11,27 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array, Key
 
 from jaxdist.cluster import xla_options
+from jaxdist.config import RequestError
 from jaxdist.models import Params
+from jaxdist.parallel.placement import trained
+from jaxdist.planning.branch_check import across_ranks
+from jaxdist.planning.compiled import text_of
 from jaxdist.sharding import BATCH, Layout, Tree, on_devices
+from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Batch, Step, TrainState
 
 
-class Sums(NamedTuple):
-    """What the evaluation of a batch returns, on the host."""
+class Means(NamedTuple):
+    """What an evaluation finds over several batches."""
 
-    loss: np.ndarray
-    divisor: np.ndarray
+    values: dict[str, float]
+    """The mean loss in nats, and further means, by name."""
+    divisor: int
     """The number that the sums are divided by."""
-    further: dict[str, np.ndarray]
+    batches: int
 
 
 class Engine:
@@ -63,22 +70,81 @@ class Engine:
         """Return shapes, dtypes and shardings of the state as a checkpoint holds it."""
         return self.abstract(self.step.logical)
 
+    def abstract_params(self) -> Params:
+        """Return the same of all parameters of pretrained weights, for a state without frozen ones."""
+        return self.abstract(lambda state: self.step.unfolded(state.params))
+
+    def abstract_frozen(self) -> Params:
+        """Return the same of the frozen parameters."""
+        return self.abstract(lambda state: self.step.unfolded(state.frozen))
+
+    def begin(self, params: Params, variables: Params) -> TrainState:
+        """Return the state before the first step with parameters of a checkpoint."""
+        return jax.jit(self.step.start)(self.step.folded(params), variables)
+
+    def begin_beside(self, frozen: Params) -> TrainState:
+        """Return the state before the first step with new parameters beside `frozen` ones of a checkpoint."""
+        frozen = self.step.folded(frozen)
+        state = jax.jit(self.step.start)(self.draw(self._draw_trained), {})
+        # A program that took the base as well would return a copy of it.
+        return state._replace(frozen=frozen)
+
+    def _draw_trained(self, key: Key[Array, ""]) -> Params:
+        """Draw the parameters that are trained; call in jit, where the compiler leaves out what else an init makes."""
+        params, _ = self.step.forward.init(key)
+        return trained(self.step.forward.places, params)
+
     @cached_property
     def train(self) -> Any:
         """The train step, a jitted function to which its state is donated."""
         return jax.jit(self.step.train, donate_argnums=0, compiler_options=self.compiler_options)
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
-        """Return the train step for a batch of these shapes and shardings, ready to be compiled."""
+        """Return the train step for a batch of these shapes and shardings, ready to be compiled.
+
+        Raises `RequestError` for local steps, which have no step of all devices (`training.rounds`).
+        """
         return self.train.lower(self.abstract(), batch)
+
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Return a step as a program.
+
+        Raises `RequestError` for a program in which ranks of a pipeline could wait for each other for ever.
+        """
+        compiled = lowered.compile()
+        forward = self.step.forward
+        # Where all ranks run the same operations, none can wait for another in a branch of its own.
+        if isinstance(forward, PipelineForward) and not forward.uniform:
+            problems = across_ranks(text_of(compiled), self.mesh)
+            if problems:
+                schedule = forward.schedule
+                raise RequestError(f"{schedule} cannot run here ({problems[0]}); set pipeline.schedule to 1f1b")
+        return compiled
 
     @cached_property
     def _evaluate(self) -> Any:
         return jax.jit(self.step.evaluate)
 
-    def evaluate(self, params: Params, variables: Params, batch: Batch) -> Sums:
-        """Return the summed loss over a batch, and what else its evaluation sums up."""
-        return Sums(*jax.device_get(self._evaluate(params, variables, batch)))
+    def measure(
+        self,
+        params: Params,
+        variables: Params,
+        batches: Iterable[Batch],
+        enough: Callable[[], object] = lambda: False,
+    ) -> Means | None:
+        """Return the means over these batches; None if `enough()`, which is asked before each batch, is true."""
+        sums = []
+        for batch in batches:
+            if enough():
+                return None
+            sums.append(jax.device_get(self._evaluate(params, variables, batch)))
+        # Sums are divided once, at the end: batches with fewer labels weigh less.
+        divisor = sum(count for _, count, _ in sums)
+        values = {"loss": float(sum(loss for loss, _, _ in sums) / divisor)}
+        _, _, further = sums[0]
+        for name in further:
+            values[name] = float(sum(more[name] for _, _, more in sums) / divisor)
+        return Means(values, int(divisor), len(sums))
 
     def micro_batches(self, batch: Batch, k: int) -> Batch:
         """Return arrays [B, ...], the same in all processes, as `k` micro-batches [k, B/k, ...] on the mesh."""
@@ -110,14 +176,3 @@ class Engine:
     def sharding(self, dims: tuple[str | None, ...]) -> jax.sharding.NamedSharding:
         """Return the sharding of an array whose first dims have the logical axes `dims`."""
         return jax.sharding.NamedSharding(self.mesh, self.layout.spec(dims))
-
-
-def means(batches: Iterable[Sums]) -> tuple[dict[str, float], int]:
-    """Return the mean loss and the further means over several batches, and the number that the sums were divided by."""
-    sums = list(batches)
-    # Sums are divided once, at the end: batches with fewer labels weigh less.
-    count = sum(one.divisor for one in sums)
-    found = {"loss": float(sum(one.loss for one in sums) / count)}
-    for name in sums[0].further:
-        found[name] = float(sum(one.further[name] for one in sums) / count)
-    return found, int(count)

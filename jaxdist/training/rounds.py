@@ -73,7 +73,7 @@ class RoundRunner:
         for one in self.replicas:
             with jax.set_mesh(one.mesh):
                 lowered = lower_take(one)
-                self._takes.append(one.checked(lowered))
+                self._takes.append(one.engine.compile(lowered))
                 self._begins.append(jax.jit(_step_of(one).begin, donate_argnums=0))
         self._outer = lower_outer(self._run, lowered).compile()
 
@@ -163,7 +163,7 @@ def lower_take(one: Run) -> jax.stages.Lowered:
     step = _step_of(one)
 
     def beginning() -> TrainState:
-        return step.begin(step.replicas_of(one.traced_init()))
+        return step.begin(step.replicas_of(one.engine.traced_init()))
 
     take = jax.jit(step.take, donate_argnums=0, compiler_options=one.compiler_options)
     return take.lower(on_devices(beginning, one.mesh), one.batch())
@@ -172,7 +172,7 @@ def lower_take(one: Run) -> jax.stages.Lowered:
 def lower_outer(run: Run, take: jax.stages.Lowered) -> jax.stages.Lowered:
     """Return the outer step that follows the steps `take`, ready to be compiled; call under the whole mesh."""
     step = _step_of(run)
-    state = run.abstract()
+    state = run.engine.abstract()
     everyone = run.engine.abstract(step.replicas_of)
     _, metrics = joined(take.out_info, run.mesh)
     common = Common(state.params, state.crossing)

@@ -11,7 +11,6 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Key
 
 from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
@@ -22,22 +21,20 @@ from jaxdist.mesh.split import Split
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.crossing import Crossing, Delayed, Outer, crossing_of
-from jaxdist.parallel.placement import differentiated, trained
+from jaxdist.parallel.placement import differentiated
 from jaxdist.planning import communication
-from jaxdist.planning.branch_check import across_ranks
-from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hardware import Gpu
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.process.gpu_memory import gpu_share
 from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout
-from jaxdist.training.engine import Engine, means
+from jaxdist.training.engine import Engine
 from jaxdist.training.forward.delayed_step import DelayedStep
 from jaxdist.training.forward.local_step import LocalStep
 from jaxdist.training.forward.optimizer import optimizer
 from jaxdist.training.forward.pipedream_step import PipeDreamStep
 from jaxdist.training.forward.pipeline import PipelineForward
-from jaxdist.training.forward.step import Forward, Step, TrainState
+from jaxdist.training.forward.step import Forward, Step
 from jaxdist.training.task_images import ImageTask
 from jaxdist.training.task_text import TextTask
 
@@ -190,85 +187,17 @@ class Run:
         """The programs of the step on the mesh."""
         return Engine(self.mesh, self.layout, self.step, self.compiler_options, self.config.train.seed)
 
-    def init(self) -> TrainState:
-        """Return the state before the first step; call under `jax.set_mesh`."""
-        return self.engine.init()
-
-    def traced_init(self) -> TrainState:
-        """Return the state before the first step; call inside what is traced, under `jax.set_mesh`."""
-        return self.engine.traced_init()
-
-    def abstract(self) -> TrainState:
-        """Return shapes, dtypes and shardings of the state; call under `jax.set_mesh`."""
-        return self.engine.abstract()
-
-    def abstract_logical(self) -> TrainState:
-        """Return shapes, dtypes and shardings of the state as a checkpoint holds it; call under `jax.set_mesh`."""
-        return self.engine.abstract_logical()
-
-    def abstract_params(self) -> Params:
-        """Return the same of all parameters of pretrained weights, in a run without frozen ones."""
-        return self.engine.abstract(lambda state: self.step.unfolded(state.params))
-
-    def abstract_frozen(self) -> Params:
-        """Return the same of the frozen parameters."""
-        return self.engine.abstract(lambda state: self.step.unfolded(state.frozen))
-
     def batch(self) -> AbstractBatch:
         """Return shapes and shardings of a global batch of training."""
         return self.task.abstract_batch()
 
-    def empty_batch(self) -> Batch:
-        """Return a global batch without a label; call under `jax.set_mesh`."""
-        batch = {}
-        for name, a in self.batch().items():
-            fill = -1 if name == "labels" else 0
-            batch[name] = jnp.full(a.shape, fill, a.dtype, device=a.sharding)
-        return batch
-
     def lower(self) -> jax.stages.Lowered:
-        """Return the train step, its state donated, ready to be compiled; call under `jax.set_mesh`.
-
-        Raises `RequestError` for local steps, which have no step of all devices (`training.rounds`).
-        """
+        """Return the train step, its state donated, ready to be compiled; call under `jax.set_mesh`."""
         return self.engine.lower(self.batch())
 
     def compile(self) -> jax.stages.Compiled:
-        """Return the train step as a program; call under `jax.set_mesh`. Raises `RequestError` as `checked` does."""
-        return self.checked(self.lower())
-
-    def checked(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Return a step as a program.
-
-        Raises `RequestError` for a program in which ranks of a pipeline could wait for each other for ever.
-        """
-        compiled = lowered.compile()
-        # Where all ranks run the same operations, none can wait for another in a branch of its own.
-        if isinstance(self.forward, PipelineForward) and not self.forward.uniform:
-            problems = across_ranks(text_of(compiled), self.mesh)
-            if problems:
-                schedule = self.forward.schedule
-                raise RequestError(f"{schedule} cannot run here ({problems[0]}); set pipeline.schedule to 1f1b")
-        return compiled
-
-    def begin(self, params: Params, variables: Params) -> TrainState:
-        """Return the state before the first step with parameters of a checkpoint; call under `jax.set_mesh`."""
-        return jax.jit(self.step.start)(self.step.folded(params), variables)
-
-    def begin_beside(self, frozen: Params) -> TrainState:
-        """Return the state before the first step with new parameters beside `frozen` ones of a checkpoint.
-
-        Call under `jax.set_mesh`.
-        """
-        frozen = self.step.folded(frozen)
-        state = jax.jit(self.step.start)(self.engine.draw(self.draw_trained), {})
-        # A program that took the base as well would return a copy of it.
-        return state._replace(frozen=frozen)
-
-    def draw_trained(self, key: Key[Array, ""]) -> Params:
-        """Draw the parameters that are trained; call in jit, where the compiler leaves out what else an init makes."""
-        params, _ = self.forward.init(key)
-        return trained(self.forward.places, params)
+        """Return the train step as a program; call under `jax.set_mesh`. Raises `RequestError` as the engine does."""
+        return self.engine.compile(self.lower())
 
     def validate(
         self, params: Params, variables: Params, batches: int, enough: Callable[[], object] = lambda: False
@@ -288,13 +217,10 @@ class Run:
         enough: Callable[[], object] = lambda: False,
     ) -> dict[str, float] | None:
         """Return what `validate` does, over these batches."""
-        sums = []
-        for part in batches:
-            if enough():
-                return None
-            sums.append(self.engine.evaluate(params, variables, part))
-        found, count = means(sums)
-        return {**found, "batches": len(sums), f"{self.task.unit}s": count}
+        found = self.engine.measure(params, variables, batches, enough)
+        if found is None:
+            return None
+        return {**found.values, "batches": found.batches, f"{self.task.unit}s": found.divisor}
 
 
 def lower_step(config: Config, devices: Sequence[jax.Device], sites: int = 1) -> jax.stages.Lowered:

@@ -94,7 +94,7 @@ class SavePolicy:
         # Without the checkpoint of that loss, which was set aside, the best one is to be found again.
         if best is not None and self.checkpoints.has_best():
             self.best = best
-        state = self.checkpoints.restore(self.run.abstract_logical(), found)
+        state = self.checkpoints.restore(self.run.engine.abstract_logical(), found)
         return self.run.step.resume(self.base.resume(self.run, state, say))
 
     def _say_what_is_late(self, before: int, say: Callable[[str], None]) -> None:
@@ -228,4 +228,4 @@ def finished(run: Run, folder: RunFolder) -> bool:
 
 def checkpoint_bytes(run: Run) -> int:
     """Return the bytes that a checkpoint takes at most: Orbax compresses."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_logical()))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.engine.abstract_logical()))

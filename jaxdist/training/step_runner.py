@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
+from jaxdist.data.batches import AbstractBatch
 from jaxdist.training.forward.step import Batch, Metrics, TrainState
 from jaxdist.training.run import Run
 
@@ -58,6 +60,15 @@ class StepRunner:
         if self._drained_at < step:
             # Batches without a label push the ones in flight through.
             for late in range(1, self._late + 1):
-                state = self.take(step + late, state, self._run.empty_batch())
+                state = self.take(step + late, state, without_labels(self._run.batch()))
             self._drained_at = step
         return state
+
+
+def without_labels(batch: AbstractBatch) -> Batch:
+    """Return a global batch without a label; call under `jax.set_mesh`."""
+    empty = {}
+    for name, a in batch.items():
+        fill = -1 if name == "labels" else 0
+        empty[name] = jnp.full(a.shape, fill, a.dtype, device=a.sharding)
+    return empty

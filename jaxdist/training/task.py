@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxdist.config import RequestError
-from jaxdist.data.batches import AbstractBatch, Batch
+from jaxdist.data.batches import AbstractBatch, Batch, global_rows
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.images import Images
 from jaxdist.data.progress import Progress, unseen
@@ -144,6 +144,11 @@ class Task(ABC, Generic[ModelT]):
                 f"lower {self.lower}, or give more data"
             )
         return rows
+
+    def batch_after(self, step: int) -> Batch:
+        """Return the global batch of the step that follows `step` steps: a function of (seed, step) alone."""
+        train = self.config.train
+        return self.batch(global_rows(train.seed, step, train.global_batch_size, self.rows), step)
 
     def abstract_batch(self) -> AbstractBatch:
         """Return shapes and shardings of the batch of one training step."""

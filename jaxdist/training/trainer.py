@@ -28,7 +28,7 @@ from jaxdist.cluster.job import Job
 from jaxdist.cluster.preflight import check_folder
 from jaxdist.cluster.runtime import check_computes
 from jaxdist.config import NotFinite, RequestError
-from jaxdist.data.batches import Prefetch, global_rows
+from jaxdist.data.batches import Prefetch
 from jaxdist.mesh import REPLICA
 from jaxdist.process.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.request import to_toml
@@ -123,7 +123,7 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
         job.log.open(folder.log, rotates=leader())
         job.watchdog.beat_in(folder.heartbeats)
 
-        found = checkpoints.find_start(config.resume, expected=run.abstract_logical)
+        found = checkpoints.find_start(config.resume, expected=run.engine.abstract_logical)
         facts = checkpoints.facts(found) if found else None
         if facts:
             folder.same_data(facts["data"], run.task.fingerprint)
@@ -264,7 +264,9 @@ class Trainer:
         stop = self.job.stop
         stop.newest = self.where_it_resumes
         self.profile = Profile(self.run, self.folder, self.runner.program, self.meter, self.job, self.first)
-        prefetch = Prefetch(self.batch, self.first, self.steps, self.config.data.prefetch, enough=self.stops_here)
+        prefetch = Prefetch(
+            self.run.task.batch_after, self.first, self.steps, self.config.data.prefetch, enough=self.stops_here
+        )
         with self.profile, prefetch as batches:
             for steps in rounds(self.first, self.steps, self.every):
                 for step in steps:
@@ -311,12 +313,6 @@ class Trainer:
         started = time.perf_counter()
         self.runner.compile()
         self.log.say(f"compiled    in {time.perf_counter() - started:.1f} s")
-
-    def batch(self, step: int) -> Batch:
-        """Return the global batch of the step that follows `step` steps: a function of (seed, step) alone."""
-        train = self.config.train
-        task = self.run.task
-        return task.batch(global_rows(train.seed, step, train.global_batch_size, task.rows), step)
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch:
         """Wait for the next batch, after the metrics of a step that has already ended are reported."""

@@ -72,7 +72,7 @@ class Base(NamedTuple):
     def begin(self, run: Run, source: Source, say: Callable[[str], None]) -> TrainState:
         """Return the state before the first step: new adapters beside the base; call under `jax.set_mesh`."""
         say(f"weights     from {self.path}, frozen beside new adapters; their digest is {self.digest}")
-        return run.begin_beside(self.read(run))
+        return run.engine.begin_beside(self.read(run))
 
     def resume(self, run: Run, state: TrainState, say: Callable[[str], None]) -> TrainState:
         """Return the `state` of a checkpoint with the base; call under `jax.set_mesh`."""

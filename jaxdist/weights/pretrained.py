@@ -37,9 +37,9 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 def begin(run: Run, folder: Path, say: Callable[[str], None]) -> TrainState:
     """Return the state before the first step of `run` with these weights; call under `jax.set_mesh`."""
-    params = parameters(run, folder, run.abstract_params())
+    params = parameters(run, folder, run.engine.abstract_params())
     say(f"weights     from {folder}; the optimizer begins anew, and its warm-up with it")
-    return run.begin(params, {})
+    return run.engine.begin(params, {})
 
 
 def restore(run: Run, folder: Path, notes: Sequence[str]) -> Params:
@@ -47,7 +47,7 @@ def restore(run: Run, folder: Path, notes: Sequence[str]) -> Params:
     if leader():
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-    return parameters(run, folder, run.abstract_params())
+    return parameters(run, folder, run.engine.abstract_params())
 
 
 def digest(folder: Path) -> str:

@@ -73,7 +73,7 @@ class New(Source):
 
     def begin(self, run: Run, say: Callable[[str], None]) -> TrainState:
         """Return the state with new weights."""
-        return run.init()
+        return run.engine.init()
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Pretrained(Stored):
         """Return the parameters of the folder."""
         from jaxdist.weights import pretrained
 
-        return pretrained.parameters(run, self.path, run.abstract_frozen())
+        return pretrained.parameters(run, self.path, run.engine.abstract_frozen())
 
     def arrays(self, model: ModelConfig) -> AbstractContextManager[Mapping[str, Readable]]:
         """Open the tensors of the folder as parameters of `model`."""

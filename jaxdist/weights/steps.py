@@ -29,14 +29,14 @@ def begin(run: Run, path: Path, say: Callable[[str], None]) -> TrainState:
     growth = upcycling.growth(run, folder.own_config().model)
     with Checkpoints(folder.path, keep=None) as checkpoints:
         found = checkpoints.find(which)
-        abstract = run.abstract_logical()
+        abstract = run.engine.abstract_logical()
         params, variables = checkpoints.restore_params(growth.shapes(abstract.params), abstract.variables, found)
     check_loaded(params, f"step {found.step} of {folder.path}", "name another checkpoint as --init-from")
     for note in checkpoints.notes:
         say(note)
     params = growth.grown(params)
     say(f"weights     from step {found.step} of {folder.path}{growth.remark}")
-    return run.begin(params, variables)
+    return run.engine.begin(params, variables)
 
 
 def restore(run: Run, path: Path, which: str) -> tuple[int, Params, Params, dict[str, Any]]:
@@ -45,7 +45,7 @@ def restore(run: Run, path: Path, which: str) -> tuple[int, Params, Params, dict
         found = checkpoints.find(which)
         for note in checkpoints.notes:
             print(f"note: {note}", file=sys.stderr)
-        state = run.abstract_logical()
+        state = run.engine.abstract_logical()
         params, variables = checkpoints.restore_params(state.params, state.variables, found)
         check_loaded(params, f"step {found.step} of {path}", "name another one by --checkpoint")
         return found.step, params, variables, checkpoints.facts(found)
@@ -67,7 +67,7 @@ def frozen(run: Run, path: Path) -> Params:
     """Return the parameters of a step, frozen beside the adapters of `run`."""
     folder, which = checkpoint_of(path)
     with Checkpoints(folder.path, keep=None) as checkpoints:
-        params, _ = checkpoints.restore_params(run.abstract_frozen(), {}, checkpoints.find(which))
+        params, _ = checkpoints.restore_params(run.engine.abstract_frozen(), {}, checkpoints.find(which))
     check_loaded(params, f"the base {path}", "name another step as --init-from, in a new run")
     return params
 

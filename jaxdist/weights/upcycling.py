@@ -53,7 +53,7 @@ class Upcycled(Same):
         """Return the layout of the dense parameters."""
 
         def without_experts() -> Params:
-            params = self.run.step.logical(self.run.traced_init()).params
+            params = self.run.step.logical(self.run.engine.traced_init()).params
             experts = params["blocks"]["mlp"]
             # Any function of the dim of experts that drops it: nothing is computed.
             mlp = {name: jnp.max(experts[name], 1) for name in COPIED}
@@ -66,7 +66,7 @@ class Upcycled(Same):
 
         def with_experts(dense: Params) -> Params:
             # Of the new parameters, the compiler makes those that are used.
-            experts = self.run.step.logical(self.run.traced_init()).params["blocks"]["mlp"]
+            experts = self.run.step.logical(self.run.engine.traced_init()).params["blocks"]["mlp"]
             copies = {name: _copies(dense["blocks"]["mlp"][name], like=experts[name]) for name in COPIED}
             mlp = {**experts, **copies}
             if "shared_down" in mlp:

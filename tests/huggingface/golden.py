@@ -52,7 +52,7 @@ def imported(config: Config) -> tuple[Run, dict]:
     """The run, and its parameters as the folder has them."""
     run = Run(config, batch=False)
     with jax.set_mesh(run.mesh):
-        params = read_parameters(config.init_from, config.model, run.abstract_logical().params)
+        params = read_parameters(config.init_from, config.model, run.engine.abstract_logical().params)
         return run, run.step.folded(params)
 
 

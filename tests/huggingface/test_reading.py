@@ -35,7 +35,7 @@ def laid_out(model: ModelConfig, mesh: str, zero: int = 0) -> dict:
     devices = jax.devices()[: math.prod(parse_mesh(mesh).values())]
     run = Run(Config(mesh=mesh, model=model, parallel=ParallelConfig(zero=zero)), devices=devices, batch=False)
     with jax.set_mesh(run.mesh):
-        return run.abstract_logical().params
+        return run.engine.abstract_logical().params
 
 
 def on_one_device(model: ModelConfig) -> dict:

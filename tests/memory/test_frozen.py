@@ -24,7 +24,7 @@ def bytes_at_rest(asked: Config) -> tuple[int, int]:
     """(on a device, in its host's memory) of arrays as they are going to lie, without a program"""
     run = Run(asked)
     with jax.set_mesh(run.mesh):
-        arrays = jax.tree.leaves(run.abstract())
+        arrays = jax.tree.leaves(run.engine.abstract())
     hosted = sum(own_bytes(a) for a in arrays if a.sharding.memory_kind == HOST)
     return sum(map(own_bytes, arrays)) - hosted, hosted
 

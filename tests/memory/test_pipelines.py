@@ -44,7 +44,7 @@ def test_bytes_of_the_state_are_predicted_exactly(mesh, of):
     asked = config(mesh, **of)
     run = Run(asked, devices=jax.devices()[: devices_asked(parse_mesh(asked.mesh))])
     with jax.set_mesh(run.mesh):
-        arrays = jax.tree.leaves(run.abstract())
+        arrays = jax.tree.leaves(run.engine.abstract())
     held = memory.predict(run.sharded)
     assert sum(map(own_bytes, arrays)) == held.arguments - held.batch
 

@@ -102,7 +102,7 @@ def test_bytes_of_the_state_are_predicted_exactly(model, mesh, precision, zero, 
     c = config(mesh, precision, zero, sequence, MODELS[model])
     run = Run(c)
     with jax.set_mesh(run.mesh):
-        arrays = jax.tree.leaves(run.abstract())
+        arrays = jax.tree.leaves(run.engine.abstract())
     held = memory.predict(run.sharded)
     assert sum(map(own_bytes, arrays)) == held.arguments - held.batch
 
@@ -137,7 +137,7 @@ def test_bytes_on_the_device_and_in_the_hosts_memory_are_predicted_exactly(mesh,
     c = c.model_copy(update={"parallel": parallel, "optimizer": OptimizerConfig(name=rule), "pipeline": pipe})
     run = Run(c)
     with jax.set_mesh(run.mesh):
-        arrays = jax.tree.leaves(run.abstract())
+        arrays = jax.tree.leaves(run.engine.abstract())
     hosted = sum(own_bytes(a) for a in arrays if a.sharding.memory_kind == HOST)
     held = memory.predict(run.sharded)
     assert (hosted, sum(map(own_bytes, arrays)) - hosted) == (held.host, held.arguments - held.batch)

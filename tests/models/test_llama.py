@@ -191,6 +191,6 @@ def test_initial_parameters_are_the_same_on_every_mesh(mesh):
     def init(text: str):
         run = Run(Config(mesh=text, precision="float32", model=CONFIG, parallel=ParallelConfig(zero=3)))
         with jax.set_mesh(run.mesh):
-            return jax.device_get(run.init().params)
+            return jax.device_get(run.engine.init().params)
 
     assert jax.tree.all(jax.tree.map(np.array_equal, init(mesh), init("1x1x1")))

@@ -32,7 +32,7 @@ def test_layers_saved_on_one_pipeline_are_the_same_bits_on_another(tmp_path):
     for step, (mesh, *pipeline) in enumerate([("1x1x4",), ("1x1x2", "interleaved", 3), ("2x1x1", "1f1b", 0, 3)], 1):
         run = run_on(mesh, *pipeline)
         with jax.set_mesh(run.mesh), Checkpoints(tmp_path, keep=3) as checkpoints:
-            state = run.step.resume(checkpoints.restore(run.abstract_logical())) if wanted else run.init()
+            state = run.step.resume(checkpoints.restore(run.engine.abstract_logical())) if wanted else run.engine.init()
             saved = run.step.logical(state)
             assert {a.shape[0] for a in jax.tree.leaves(saved.params["blocks"])} == {6}
             bits = [np.asarray(a).tobytes() for a in jax.tree.leaves((saved.params, saved.optimizer))]
@@ -44,10 +44,10 @@ def test_layers_saved_on_one_pipeline_are_the_same_bits_on_another(tmp_path):
 def test_one_initial_model_whatever_the_stages():
     one = run_on("1x1x1")
     with jax.set_mesh(one.mesh):
-        wanted = jax.device_get(one.init().params)
+        wanted = jax.device_get(one.engine.init().params)
     run = run_on("2x1x4", zero=3)
     with jax.set_mesh(run.mesh):
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.step.logical(run.init()).params), wanted)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.step.logical(run.engine.init()).params), wanted)
 
 
 @pytest.mark.parametrize(("mesh", "pipeline"), [("1x1x4", ("gpipe",)), ("1x2x2", ("interleaved", 3))])
@@ -55,7 +55,7 @@ def test_logits_and_validation_are_those_of_one_device(mesh, pipeline):
     told = []
     for run in (run_on("1x1x1"), run_on(mesh, *pipeline)):
         with jax.set_mesh(run.mesh):
-            weights = run.forward.weights(run.init().params)
+            weights = run.forward.weights(run.engine.init().params)
             tokens = np.arange(16 * 16, dtype=np.int32).reshape(16, 16) % 97
             logits = jax.jit(run.forward.logits)(weights, jax.device_put(tokens, run.layout.spec(["batch", None])))
             batch = {"tokens": tokens[None], "labels": np.roll(tokens, -1, 1)[None], "rows": np.arange(16)[None]}

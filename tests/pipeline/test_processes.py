@@ -33,7 +33,7 @@ def outcome(mesh: str) -> dict:
     )
     run, metrics = Run(config, devices=jax.devices()[: 1 if mesh == "1x1x1" else None]), []
     with jax.set_mesh(run.mesh):
-        state, step = run.init(), run.compile()
+        state, step = run.engine.init(), run.compile()
         for number in range(STEPS):
             tokens, labels = cases.rows(number)
 

@@ -57,9 +57,9 @@ def decoding_of(family: str, mesh: str = "1x1x1", **more: object) -> Decoding:
     config = config_of(family, mesh, **more)
     run = Run(config, devices=jax.devices()[: devices_asked(parse_mesh(mesh))], batch=False)
     with jax.set_mesh(run.mesh):
-        abstract = run.abstract_logical().params
+        abstract = run.engine.abstract_logical().params
         if run.config.model.lora_rank:
-            abstract = joined(run.abstract_frozen(), abstract)
+            abstract = joined(run.engine.abstract_frozen(), abstract)
         shardings = jax.tree.map(lambda a: a.sharding, abstract)
         params = run.step.folded(jax.device_put(weights(family), shardings))
     return Decoding(run, params)

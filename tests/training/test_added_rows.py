@@ -31,7 +31,7 @@ def tables(tree) -> list[np.ndarray]:
 
 def after_two_steps(run: Run) -> TrainState:
     rng = np.random.default_rng(0)
-    state, take = run.init(), jax.jit(run.step.train)
+    state, take = run.engine.init(), jax.jit(run.step.train)
     for _ in range(2):
         ids = {name: rng.integers(0, VOCAB, a.shape).astype(a.dtype) for name, a in run.batch().items()}
         state, _ = take(state, jax.device_put(ids, jax.tree.map(lambda a: a.sharding, run.batch())))
@@ -74,8 +74,8 @@ def test_a_checkpoint_is_the_same_bits_on_meshes_that_add_rows_and_on_one_that_d
             if wanted is None:
                 state = after_two_steps(run)
             else:
-                state = run.step.resume(checkpoints.restore(run.abstract_logical()))
-                abstract = run.abstract()
+                state = run.step.resume(checkpoints.restore(run.engine.abstract_logical()))
+                abstract = run.engine.abstract()
                 laid = jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), state, abstract)
                 assert all(jax.tree.leaves(laid))
             saved = run.step.logical(state)
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_the_same_bits_on_meshes_that_add_rows_and_on_one_that_d
 def test_no_device_holds_a_whole_table_while_it_is_saved():
     run = run_on("1x2x1")
     with jax.set_mesh(run.mesh):
-        table = run.abstract_logical().params["table"]
+        table = run.engine.abstract_logical().params["table"]
     assert table.sharding.shard_shape(table.shape) == (VOCAB, 16 // 2)
 
 
@@ -101,7 +101,7 @@ def test_what_replicas_have_of_their_own_is_saved_without_added_rows():
         return jax.device_put(np.arange(a.size, dtype=a.dtype).reshape(a.shape), a.sharding)
 
     with jax.set_mesh(run.mesh):
-        logical = jax.tree.map(numbered, run.abstract_logical())
+        logical = jax.tree.map(numbered, run.engine.abstract_logical())
         assert {a.shape for a in tables((logical.optimizer, logical.crossing))} == {(VOCAB, 16, 2)}
         wanted = jax.device_get(logical)
         state = run.step.resume(logical)
@@ -115,7 +115,7 @@ def test_new_parameters_are_the_same_bits_with_added_rows(mesh):
     initial = []
     for run in (run_on("1x1x1"), run_on(mesh)):
         with jax.set_mesh(run.mesh):
-            initial.append(jax.device_get(run.step.logical(run.init()).params))
+            initial.append(jax.device_get(run.step.logical(run.engine.init()).params))
     jax.tree.map(np.testing.assert_array_equal, *initial)
 
 
@@ -129,7 +129,7 @@ def test_added_rows_are_never_drawn_and_change_no_draw():
     drawn = []
     for run in (run_on("1x1x1"), run_on("1x4x1")):
         with jax.set_mesh(run.mesh):
-            even = jax.tree.map(lambda a: 0 * a, run.init().params)
+            even = jax.tree.map(lambda a: 0 * a, run.engine.init().params)
         drawn.append(np.stack(list(Decoding(run, even).draw([[0]] * 8, Choice(temperature=1.0, top_k=0), seed=0))))
     np.testing.assert_array_equal(*drawn)
     assert drawn[0].max() < VOCAB

@@ -51,7 +51,7 @@ def batch(run: Run, padded: bool = True, seed: int = 0) -> dict:
 def first_step(run: Run, **changed):
     """(parameters before, (gradient, aux), state after, metrics) of one step."""
     with jax.set_mesh(run.mesh):
-        state = run.init()._replace(**changed)
+        state = run.engine.init()._replace(**changed)
         before = jax.device_get(run.step.logical(state).params)
         weights = run.forward.weights(state.params)
         sums = jax.device_get(jax.jit(partial(sums_of, run))(weights, batch(run)))
@@ -90,7 +90,7 @@ def test_the_balance_has_no_gradient_and_no_optimizer_state():
     gradient, _ = on_one_device()[1]
     assert "balance" not in gradient["blocks"]["mlp"]
     with jax.set_mesh(run.mesh):
-        state = jax.eval_shape(run.traced_init)
+        state = jax.eval_shape(run.engine.traced_init)
     moments = {name_of(path) for path, _ in jax.tree.leaves_with_path(state.optimizer)}
     assert not any("balance" in name for name in moments)
     assert any("router" in name for name in moments)
@@ -136,7 +136,7 @@ def test_the_loss_of_a_step_and_of_an_evaluation_is_the_cross_entropy_alone():
     run = made(mesh="1x1x1")
     *_, metrics = on_one_device()
     with jax.set_mesh(run.mesh):
-        loss, count, further = jax.jit(run.step.evaluate)(run.init().params, {}, batch(run))
+        loss, count, further = jax.jit(run.step.evaluate)(run.engine.init().params, {}, batch(run))
     assert further == {}
     assert metrics.loss == pytest.approx(float(loss / count), rel=1e-6)
 
@@ -144,7 +144,7 @@ def test_the_loss_of_a_step_and_of_an_evaluation_is_the_cross_entropy_alone():
 def test_a_step_that_is_not_finite_leaves_the_balance():
     run = made(mesh="1x1x1")
     with jax.set_mesh(run.mesh):
-        params = run.init().params
+        params = run.engine.init().params
         params["norm"]["scale"] = params["norm"]["scale"].at[3].set(jnp.nan)
     _, (_, aux), after, metrics = first_step(run, params=params)
     assert aux["load"].sum() == 2 * 8 * 8 * 2  # the load was counted
@@ -161,7 +161,7 @@ def test_the_losses_of_the_router_are_means_over_positions_whichever_have_labels
         for knobs in ({}, {"model__balance_loss": "0", "model__z_loss": "0"}):
             run = made(mesh="1x1x1", **knobs)
             with jax.set_mesh(run.mesh):
-                weights = run.forward.weights(run.init().params)
+                weights = run.forward.weights(run.engine.init().params)
                 found.append(jax.device_get(jax.jit(run.step.gradients)(weights, {}, batch(run, padded))[1]))
         with_losses, without = (gradient["blocks"]["mlp"]["router"] for gradient in found)
         added.append(with_losses - without)
@@ -185,7 +185,7 @@ def test_the_balance_lies_whole_on_every_device():
 def test_router_and_balance_are_float32_in_every_precision(precision):
     run = made(mesh="1x1x1", precision=precision)
     with jax.set_mesh(run.mesh):
-        weights = jax.eval_shape(lambda: run.forward.weights(run.traced_init().params))["blocks"]["mlp"]
+        weights = jax.eval_shape(lambda: run.forward.weights(run.engine.traced_init().params))["blocks"]["mlp"]
     assert {name: weights[name].dtype for name in ("router", "balance")} == dict.fromkeys(
         ("router", "balance"), jnp.float32
     )
@@ -197,7 +197,7 @@ def drained(run: Run, batches: int) -> dict:
     with jax.set_mesh(run.mesh):
         runner = StepRunner(run, 0, report=lambda step, metrics: None)
         runner.compile()
-        state = run.init()
+        state = run.engine.init()
         for step in range(1, batches + 1):
             state = runner.take(step, state, batch(run, seed=step))
         return jax.device_get(run.step.logical(runner.drain(batches, state)).params)
@@ -230,7 +230,7 @@ def test_an_outer_step_makes_the_balance_the_mean_of_the_replicas():
     with jax.set_mesh(run.mesh):
         runner = RoundRunner(run, 0, report=lambda step, metrics: reported.append(jax.device_get(metrics)))
         runner.compile()
-        state = run.init()
+        state = run.engine.init()
         for step in (1, 2, 3, 4):
             # Of the same labels in both replicas, so that both weigh the same.
             state = runner.take(step, state, batch(run, padded=False, seed=step))

@@ -132,5 +132,5 @@ def test_new_adapters_are_made_without_a_base_beside_them():
     run = Run(config_of(LLAMA, Path("run")), batch=False)
     with jax.set_mesh(run.mesh):
         compiled = jax.jit(run.draw_trained).lower(jax.random.key(0)).compile()
-        base = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_frozen()))
+        base = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.engine.abstract_frozen()))
     assert compiled.memory_analysis().temp_size_in_bytes < base

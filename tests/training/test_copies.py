@@ -184,7 +184,7 @@ def weights(folder):
 
 def step(folder):
     with Checkpoints(folder, keep=None) as checkpoints:
-        checkpoints.restore_params(run.abstract_params(), {}, checkpoints.find())
+        checkpoints.restore_params(run.engine.abstract_params(), {}, checkpoints.find())
 
 with jax.set_mesh(run.mesh):
     found = {kind: problem(lambda: weights(Path(kind))) for kind in arguments[2].split(",")}

@@ -18,7 +18,7 @@ from jaxdist.config import RequestError
 from jaxdist.planning import communication, hlo_text, memory
 from jaxdist.request import load
 from jaxdist.training.run import Run
-from jaxdist.training.step_runner import StepRunner
+from jaxdist.training.step_runner import StepRunner, without_labels
 from jaxdist.training.trainer import check_new
 from tests.communication.reading import collectives
 from tests.tiers import exhaustive, thinned
@@ -85,7 +85,7 @@ def on_one_device() -> tuple[list[float], list[float], dict]:
     """(losses, gradient norms, parameters after the last drain) with updates by hand that come one step late."""
     run = asked({"mesh": "1x1x1"})
     with jax.set_mesh(run.mesh):
-        state = jax.device_get(run.init())
+        state = jax.device_get(run.engine.init())
 
         @jax.jit
         def gradient(params, rows):
@@ -119,7 +119,7 @@ def trained(name: str):
     run, program = late(name)
     told = {}
     with jax.set_mesh(run.mesh):
-        state = run.init()
+        state = run.engine.init()
         runner = StepRunner(run, 0, report=lambda step, metrics: told.update({step: jax.device_get(metrics)}))
         runner.program = program
         for step in range(1, BATCHES + 1):
@@ -223,7 +223,7 @@ def test_another_batch_gives_the_same_parameters():
     after = []
     for seed in (7, 8):
         with jax.set_mesh(run.mesh):
-            state, _ = program(run.init(), batch(run, 1))
+            state, _ = program(run.engine.init(), batch(run, 1))
             state, _ = program(state, batch(run, seed))
         after.append(jax.device_get(state))
     jax.tree.map(np.testing.assert_array_equal, after[0].params, after[1].params)
@@ -233,8 +233,8 @@ def test_another_batch_gives_the_same_parameters():
 def test_a_batch_without_labels_changes_nothing_when_nothing_is_in_flight():
     run, program = late("zero1")
     with jax.set_mesh(run.mesh):
-        before = jax.device_get(run.init())
-        state, metrics = program(run.init(), run.empty_batch())
+        before = jax.device_get(run.engine.init())
+        state, metrics = program(run.engine.init(), without_labels(run.batch()))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
     assert int(metrics.skipped) == 0
 
@@ -244,7 +244,7 @@ def test_a_step_that_is_not_finite_is_dropped_when_its_gradient_has_crossed():
     run, program = late("zero1")
     told = []
     with jax.set_mesh(run.mesh):
-        state, _ = program(run.init(), batch(run, 1))
+        state, _ = program(run.engine.init(), batch(run, 1))
         params = jax.device_get(state.params)
         # What is in flight of step 1 is spoilt, as by an overflow of its backward pass.
         table = state.crossing.parts["table"] * jnp.nan
@@ -274,7 +274,7 @@ def test_compressed_gradients_are_rounded_when_they_cross():
         predicted = memory.predict(run.sharded)
         assert program.memory_analysis().argument_size_in_bytes == predicted.arguments
         rng = np.random.default_rng(0)
-        state = run.init()
+        state = run.engine.init()
         losses, residuals = [], []
         for step in range(4):
             put = lambda a: jax.device_put(rng.integers(0, 304, a.shape, np.int32), a.sharding)

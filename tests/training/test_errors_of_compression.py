@@ -54,7 +54,7 @@ def stepped():
     run = made(PAIR)
     with jax.set_mesh(run.mesh):
         take = jax.jit(run.step.train)
-        state = run.init()
+        state = run.engine.init()
         assert not any(np.any(e) for e in jax.tree.leaves(jax.device_get(residual(state))))
         for number in range(2):
             state, _ = take(state, batch(run, number))
@@ -88,7 +88,7 @@ def test_restored_on_another_mesh_the_residual_is_the_same_in_all(stepped, saved
     with jax.set_mesh(run.mesh), Checkpoints(saved, keep=None) as checkpoints:
         found = checkpoints.find()
         assert checkpoints.rounded_by(found) == 2
-        state = run.step.resume(checkpoints.restore(run.abstract_logical(), found))
+        state = run.step.resume(checkpoints.restore(run.engine.abstract_logical(), found))
         logical = run.step.logical(state)
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-12)
     jax.tree.map(same, rounded(logical), rounded(before))
@@ -106,7 +106,7 @@ def test_without_replicas_the_first_gradient_gets_what_is_rounded():
     run = made("1x1x1")
     metrics = []
     with jax.set_mesh(run.mesh):
-        state = run.init()
+        state = run.engine.init()
         assert state.crossing is None
         debt = jax.tree.map(lambda w: jnp.full((*w.shape, 1), 100.0), state.params)
         runner = StepRunner(run, 0, report=lambda _, found: metrics.append(found))
@@ -142,14 +142,14 @@ def test_errors_go_with_mixed_precision_and_with_offloading(tmp_path, name, zero
 
     exact = made(PAIR, options=tuple((options | {"parallel.gradient_compression": "exact"}).items()))
     with jax.set_mesh(exact.mesh):
-        _, wanted = steps(exact, exact.init(), range(3))
+        _, wanted = steps(exact, exact.engine.init(), range(3))
     run = made(PAIR, options=tuple(options.items()))
     with jax.set_mesh(run.mesh), Checkpoints(tmp_path, keep=1) as checkpoints:
-        second, _ = steps(run, run.init(), range(2))
+        second, _ = steps(run, run.engine.init(), range(2))
         assert np.any(rounded(second)["table"])
         checkpoints.save(2, run.step.logical(second), {"step": 2})
         third, loss = steps(run, second, range(2, 3))
-        again = run.step.resume(checkpoints.restore(run.abstract_logical(), checkpoints.find()))
+        again = run.step.resume(checkpoints.restore(run.engine.abstract_logical(), checkpoints.find()))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.crossing), jax.device_get(second.crossing))
         again, same = steps(run, again, range(2, 3))
     assert loss == pytest.approx(wanted, rel=1e-2)

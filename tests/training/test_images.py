@@ -138,7 +138,7 @@ def test_rows_that_fill_up_the_last_batch_count_for_nothing(rows, mesh):
     part = run.task.data.validation
     assert part.rows % rows
     with jax.set_mesh(run.mesh):
-        state = run.init()
+        state = run.engine.init()
         found = run.validate(state.params, state.variables, 0)
     module = run.model.merge(*jax.device_get((state.params, state.variables)), train=False)
     logits = np.asarray(module(part.read(np.arange(part.rows))), np.float64)

@@ -45,7 +45,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     run = laid_out(BEFORE, folder)
     with jax.set_mesh(run.mesh), Checkpoints(folder, keep=1) as checkpoints:
-        state = with_values_of_its_own(run.init())
+        state = with_values_of_its_own(run.engine.init())
         assert not state.params["table"].is_fully_replicated
         checkpoints.save(3, state, {"step": 3})
     return folder, jax.device_get(state)
@@ -56,7 +56,7 @@ def test_restored_with_another_layout_it_is_the_same(saved, options):
     folder, wanted = saved
     run = laid_out(options, folder)
     with jax.set_mesh(run.mesh), Checkpoints(folder, keep=None) as checkpoints:
-        abstract = run.abstract()
+        abstract = run.engine.abstract()
         state = run.step.resume(checkpoints.restore(abstract))
     same = jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), state, abstract)
     assert all(jax.tree.leaves(same))

@@ -69,7 +69,7 @@ def taken(run: Run, steps: int, first: int = 0, state=None):
     with jax.set_mesh(run.mesh):
         runner = RoundRunner(run, first, report=lambda step, metrics: found.update({step: jax.device_get(metrics)}))
         runner.compile()
-        state = run.init() if state is None else state
+        state = run.engine.init() if state is None else state
         for step in range(first + 1, steps + 1):
             state = runner.take(step, state, batch(run, step))
         assert not runner.unfinished
@@ -91,7 +91,7 @@ def synchronous():
     run = made("1x1x1", 0, **knobs(SGD))
     losses = []
     with jax.set_mesh(run.mesh):
-        state, take = run.init(), jax.jit(run.step.train)
+        state, take = run.engine.init(), jax.jit(run.step.train)
         for step in (1, 2, 3):
             state, metrics = take(state, batch(run, step))
             losses.append(float(metrics.loss))
@@ -134,7 +134,7 @@ def reference(rows: dict, rounds_of: tuple[tuple[int, ...], ...], **options: str
     run = made("1x1x1", 0, train__global_batch_size="8", **options)
     losses = []
     with jax.set_mesh(run.mesh):
-        states = [run.init(), run.init()]
+        states = [run.engine.init(), run.engine.init()]
         take = jax.jit(run.step.train)
         common = jax.device_get(states[0].params)
         velocity = jax.tree.map(np.zeros_like, common)
@@ -249,7 +249,7 @@ def test_on_other_replicas_each_gets_the_mean_of_the_moments(diloco, saved, mesh
     before = logical(diloco[0], diloco[2])
     run = made(mesh, 3, train__steps="7", parallel__zero="1", **knobs(DILOCO))
     with jax.set_mesh(run.mesh), Checkpoints(saved, keep=None) as checkpoints:
-        state = run.step.resume(checkpoints.restore(run.abstract_logical()))
+        state = run.step.resume(checkpoints.restore(run.engine.abstract_logical()))
         after = jax.device_get(run.step.logical(state))
     same = lambda a, b: np.testing.assert_array_equal(a, b)
     jax.tree.map(same, (after.params, after.crossing, after.step), (before.params, before.crossing, before.step))

@@ -83,7 +83,7 @@ def test_a_checkpoint_is_as_large_as_adapters_and_their_optimizer(beside):
     """Not as large as the base: three numbers in f32 for each of an adapter, and those of the run itself."""
     run = Run(load("run/config.toml", {}))
     with jax.set_mesh(run.mesh):
-        adapters = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_logical().params))
+        adapters = sum(leaf.size for leaf in jax.tree.leaves(run.engine.abstract_logical().params))
         assert 3 * 4 * adapters <= checkpoint_bytes(run) <= 3 * 4 * adapters + 32
 
 
@@ -153,8 +153,8 @@ def test_a_new_run_holds_its_base_once():
     model = dict(family="llama", layers=2, embed=16, heads=2, vocab=32, sequence=8, lora_rank=2)
     run = Run(Config(mesh="1x1x1", model=model))
     with jax.set_mesh(run.mesh):
-        base = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), run.abstract_frozen())
-        state = run.begin_beside(base)
+        base = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), run.engine.abstract_frozen())
+        state = run.engine.begin_beside(base)
     assert all(map(operator.is_, jax.tree.leaves(state.frozen), jax.tree.leaves(base)))
     assert all(lora.is_adapter(name) for name in named(state.params))
 

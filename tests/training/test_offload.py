@@ -35,7 +35,7 @@ def run_with(mesh: str, zero: str, precision: str, remat: str, micro: str, offlo
 
 def three_steps(run: Run) -> tuple[TrainState, list[Metrics]]:
     rng, told = np.random.default_rng(0), []
-    state, step = run.init(), run.compile()
+    state, step = run.engine.init(), run.compile()
     ids = lambda a: rng.integers(0, 304, a.shape).astype(a.dtype)
     for _ in range(3):
         state, metrics = step(state, jax.tree.map(lambda a: jax.device_put(ids(a), a.sharding), run.batch()))
@@ -66,9 +66,9 @@ def test_steps_from_the_hosts_memory_are_the_same_and_go_on_from_either(mesh, ze
             with Checkpoints(folder, keep=1) as checkpoints:
                 checkpoints.save(3, run.step.logical(held), {"step": 3})
             with Checkpoints(folder, keep=None) as checkpoints:
-                restored = other.step.resume(checkpoints.restore(other.abstract_logical()))
+                restored = other.step.resume(checkpoints.restore(other.engine.abstract_logical()))
             same(restored, wanted)
-            assert jax.tree.map(kind, restored) == jax.tree.map(kind, other.abstract())
+            assert jax.tree.map(kind, restored) == jax.tree.map(kind, other.engine.abstract())
 
 
 def same(a, b) -> None:

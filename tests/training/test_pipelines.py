@@ -11,8 +11,8 @@ from jaxdist.config import PipelineConfig, RequestError
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.planning import communication, memory
 from jaxdist.request import load
+from jaxdist.training import engine
 from jaxdist.training import restore as restoring
-from jaxdist.training import run as runs
 from jaxdist.training.run import Run
 from tests.planning.pipelines import config, laid
 from tests.planning.sharded import sharded_by
@@ -92,7 +92,7 @@ def test_validation_is_that_of_one_device(text):
     for asked, batches in ((whole, 5), (stages, 1)):
         run = Run(load(None, sizes | asked | {"data.path": str(text)}))
         with jax.set_mesh(run.mesh):
-            state = run.init()
+            state = run.engine.init()
             found.append([run.validate(state.params, state.variables, count)["loss"] for count in (batches, 0)])
     assert run.task.data.validation.rows(16) == 24
     assert abs(found[0][0] - found[0][1]) > 1e-4
@@ -104,7 +104,7 @@ def compiled(monkeypatch, schedule: str, problems) -> str:
     run = Run(config("1x1x2", schedule, remat="none"), devices=jax.devices()[:2])
     program = SimpleNamespace(as_text=lambda: f"program of {schedule}")
     monkeypatch.setattr(run, "lower", lambda: SimpleNamespace(compile=lambda: program))
-    monkeypatch.setattr(runs, "across_ranks", problems)
+    monkeypatch.setattr(engine, "across_ranks", problems)
     return run.compile().as_text()
 
 

@@ -48,10 +48,9 @@ def saving(kept: Kept) -> SavePolicy:
     same = lambda state: state
     task = SimpleNamespace(baseline=lambda: 5.0, baseline_name="unigrams", unit="token", fingerprint="0")
     step = SimpleNamespace(late=0, resume=same, logical=same)
-    run = SimpleNamespace(
-        config=Config(), task=task, step=step, steps=20, mesh=make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
-    )
-    run.abstract_logical = lambda: STATE
+    mesh = make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
+    engine = SimpleNamespace(abstract_logical=lambda: STATE)
+    run = SimpleNamespace(config=Config(), task=task, step=step, steps=20, mesh=mesh, engine=engine)
     return SavePolicy(run, kept, NoBase())
 
 

@@ -52,7 +52,7 @@ def run_on(mesh: str, model: dict, **knobs) -> Run:
 
 def weights_of(run: Run):
     """Far from the start, where all tokens have about the same probability."""
-    grown = jax.tree.map(lambda w: 3 * w, run.init().params)
+    grown = jax.tree.map(lambda w: 3 * w, run.engine.init().params)
     return jax.jit(run.step.place)(grown)
 
 

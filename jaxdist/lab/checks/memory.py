@@ -79,7 +79,7 @@ def states(zero: int, devices: int) -> States:
     # The steps shape only the learning-rate schedule, but the optimizer cannot be made without them.
     run.steps = 1
     with jax.sharding.use_abstract_mesh(run.mesh):
-        state = run.abstract()
+        state = run.engine.abstract()
         gradients = jax.eval_shape(run.forward.accumulators, state.weights)
     return States(
         parameters=models.parameters(run.model),
@@ -206,7 +206,7 @@ def per_parameter(expected: str, tolerance: str, precision: str = "mixed") -> Ou
         return run.forward.loss(weights, None, {}, batch, None)[0]
 
     with jax.set_mesh(run.mesh):
-        state = run.abstract()
+        state = run.engine.abstract()
         batch = run.batch()
         # In float32 there is no copy of the weights besides the masters.
         used = state.weights or jax.eval_shape(run.forward.weights, state.params)
