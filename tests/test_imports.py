@@ -21,7 +21,8 @@ READERS = [
 
 PREDICTIONS = ["memory", "activations", "communication", "predicted_collectives", "parameter_layout", "step_bytes"]
 PREDICTIONS += ["runs", "weight_traffic", "stream_traffic", "context_traffic", "expert_traffic", "replica_traffic"]
-PREDICTIONS += ["compiler_habits", "pipelines", "pipeline_memory", "clusters", "collective_time", "search"]
+PREDICTIONS += ["compiler_habits", "memory_habits", "pipelines", "pipeline_memory", "clusters", "collective_time"]
+PREDICTIONS += ["search"]
 
 WITHOUT_JAX = ["folder", "schema", "keys", "rope", "model_config"]
 WITHOUT_JAX += ["tokenizer", "special_tokens", "given_tokenizer", "added_tokens"]

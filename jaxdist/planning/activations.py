@@ -18,6 +18,7 @@ from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows
 from jaxdist.models.loss import chunk_rows
 from jaxdist.models.scores import effective_window
 from jaxdist.parallel.vocabulary import Vocabulary
+from jaxdist.planning.memory_habits import LOGITS, Arrays, as_held
 from jaxdist.sharding import SEQUENCE, Layout
 
 
@@ -203,15 +204,10 @@ def _scores(m: ModelConfig, layout: Layout) -> int:
 
 
 def in_loss(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
-    """Return the bytes of one chunk of logits, with its gradient and temporaries."""
-    if layout.platform == "cpu":
-        # In f32: the logits, their gradient, and one temporary.
-        bytes_per_logit = 3 * 4
-    else:
-        # In the compute dtype; the gradient overwrites the logits.
-        bytes_per_logit = width
+    """Return the bytes of one chunk of logits in the compute dtype, which their gradient overwrites."""
     columns = Vocabulary(layout, m.vocab).rows // layout.parts("vocab")
-    return bytes_per_logit * min(chunk_rows(layout), rows * own_length(m, layout)) * columns
+    logits = min(chunk_rows(layout), rows * own_length(m, layout)) * columns
+    return as_held(Arrays(LOGITS, 1, width), layout).bytes * logits
 
 
 def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:

@@ -2,8 +2,8 @@
 
 Theory (`weight_traffic`, `stream_traffic`, `context_traffic`, `expert_traffic`) counts what the papers and the layout
 ask for. XLA merges two transfers of the same array, lifts one that is the same in all turns out of a loop, and drops
-one that nothing reads. `corrected` applies what is known of that to the calls of each transfer. What no rule predicts,
-but only bounds, is in `known_differences`.
+one that nothing reads. `corrected` applies what is known of that to the calls of each transfer. What XLA holds
+otherwise is in `memory_habits`; what no rule predicts, but only bounds, is in `known_differences`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from packaging.version import Version
-
 from jaxdist.mesh import CONTEXT
 from jaxdist.planning.context_traffic import KEYS, STARTS
 from jaxdist.planning.expert_traffic import ROWS
+from jaxdist.planning.habit import PREDICTED, Habit
 from jaxdist.planning.parameter_layout import Placed
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Count, Transfer
@@ -24,25 +23,6 @@ from jaxdist.planning.runs import Step
 from jaxdist.planning.stream_traffic import BETWEEN_STAGES, LOOKED_UP, LOOKED_UP_POSITIONS
 from jaxdist.planning.weight_traffic import GRADIENTS, WEIGHTS
 from jaxdist.sharding import Layout
-
-PREDICTED = "0.10"
-"""The version of jax that predictions are made for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Habit:
-    """Something that a compiler does on some platforms, since a version of jax."""
-
-    name: str
-    platforms: tuple[str, ...]
-    """The values of `Layout.platform` where it occurs."""
-    since: str
-    """The first version of jax where it occurs."""
-    reason: str
-
-    def occurs(self, platform: str, jax: str) -> bool:
-        """Return whether it occurs on a platform with this version of jax."""
-        return platform in self.platforms and Version(jax).release >= Version(self.since).release
 
 
 class Sent(NamedTuple):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jaxdist.mesh.split import Split
 from jaxdist.planning.compared import Row
-from jaxdist.planning.compiler_habits import Habit
+from jaxdist.planning.habit import Habit
 from jaxdist.planning.pipelines import Pipeline, pipeline_of
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, Transfer
 from jaxdist.planning.stream_traffic import STREAM_OF_LAYERS

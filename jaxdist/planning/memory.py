@@ -33,6 +33,7 @@ from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.crossing import with_replicas
 from jaxdist.planning import pipeline_memory, step_bytes
 from jaxdist.planning.activations import saved_per_token, working
+from jaxdist.planning.memory_habits import UPDATED, Arrays, as_held
 from jaxdist.planning.parameter_layout import Placed, by_precision
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import F32
@@ -118,7 +119,7 @@ def predict(sharded: ShardedModel) -> Memory:
         held = _pipeline(sharded, sharded.pipe)
     else:
         held = _decoder(sharded)
-    return replace(held, update=_update(sharded.config, sharded.parameters, held))
+    return replace(held, update=_update(sharded, held))
 
 
 def _classifier(sharded: ShardedModel, model: Foreign) -> Memory:
@@ -134,8 +135,8 @@ def _classifier(sharded: ShardedModel, model: Foreign) -> Memory:
         **at_rest,
         batch=F32 * split.rows * split.micro_batches * (pixels + 1),
         variables=sum(_bytes(a) for a in jax.tree.leaves(model.variables)),
-        gradients=int(step_bytes.gradients(config.parallel.zero, split.width, elements, split.micro_batches == 1)),
-        weights=_weights(config, parameters),
+        gradients=_gradients(sharded, elements),
+        weights=_weights(sharded),
         activations=0,
         working=0,
         host_traffic=_host_traffic(config, parameters),
@@ -153,7 +154,7 @@ def _pipeline(sharded: ShardedModel, pipe: Pipeline) -> Memory:
         **at_rest,
         batch=_batch_of_tokens(sharded.split),
         gradients=pipeline_memory.gradients(config, parameters),
-        weights=pipeline_memory.weights(config, parameters, pipe),
+        weights=pipeline_memory.weights(sharded, pipe),
         **pipeline_memory.activations(sharded, pipe),
         host_traffic=_host_traffic(config, parameters),
     )
@@ -167,7 +168,6 @@ def _decoder(sharded: ShardedModel) -> Memory:
     parameters = sharded.parameters
     at_rest = _at_rest(config, parameters)
     elements = _elements([p for p in parameters if p.trained])
-    zero = config.parallel.zero
     sizes = config.model
     width = split.width
     k = split.micro_batches
@@ -177,12 +177,12 @@ def _decoder(sharded: ShardedModel) -> Memory:
     to_host = 0
     if split.saved == "offload":
         to_host = kept
-    later = int(step_bytes.gradients_of_layers(zero, width, elements))
+    later = int(step_bytes.gradients_of_layers(config.parallel.zero, width, elements))
     return Memory(
         **at_rest,
         batch=_batch_of_tokens(split),
-        gradients=int(step_bytes.gradients(zero, width, elements, k == 1)),
-        weights=_weights(config, parameters),
+        gradients=_gradients(sharded, elements),
+        weights=_weights(sharded),
         activations=kept - to_host,
         working=working(sizes, layout, split.rows, width, split.saved, later=later),
         host_activations=to_host,
@@ -237,11 +237,21 @@ def _batch_of_tokens(split: Split) -> int:
     return 4 * split.rows * split.micro_batches * (arrays * split.length + numbers)
 
 
-def _update(config: Config, parameters: list[Placed], held: Memory) -> int:
+def _gradients(sharded: ShardedModel, elements: Elements) -> int:
+    """Return the bytes of gradients of a step without a pipeline, sums included, for these elements."""
+    split = sharded.split
+    sums = step_bytes.sums_of_gradients(split.micro_batches, sharded.layout)
+    return int(step_bytes.gradients(split.config.parallel.zero, split.width, elements, sums))
+
+
+def _update(sharded: ShardedModel, held: Memory) -> int:
     """Return the room that offloaded optimizer state needs in the update, beyond what is free by then."""
-    # XLA:GPU updates one array after the other, when everything but the gradients is gone. Offloaded state is therefore
-    # on the device for one parameter at a time, with all its layers.
-    needed = max(widths(config, p).host * p.held for p in parameters)
+    config = sharded.config
+    parameters = sharded.parameters
+    # The update comes when everything but the gradients is gone. By theory the state of all parameters is there.
+    at_once = as_held(Arrays(UPDATED, len(parameters), F32), sharded.layout).count
+    offloaded = sorted(widths(config, p).host * p.held for p in parameters)
+    needed = sum(offloaded[-at_once:])
     free = held.weights + held.activations + held.working
     free += max(0, held.gradients - sum(F32 * p.rest for p in parameters if p.trained))
     return max(0, needed - free)
@@ -305,17 +315,20 @@ def _crossing(p: Placed) -> int:
     return math.prod(p.shard) if p.place.deferred and p.trained else 0
 
 
-def _weights(config: Config, parameters: list[Placed]) -> int:
+def _weights(sharded: ShardedModel) -> int:
     """Return the bytes of weights that a step without a pipeline casts, gathers, or cuts out of the layers."""
+    config = sharded.config
+    parameters = sharded.parameters
     zero = config.parallel.zero
     width = compute_width(config)
     total = 0
     for precision, group in by_precision(config, parameters).items():
         total += int(step_bytes.weights(zero, width, _elements(group), precision))
     if zero < 3:
-        # A layer multiplies a copy of its part of the stack. For trained weights the estimate of gradients has room for
-        # it: the last of them are made when few activations are left.
-        total += width * sum(p.at_once for p in parameters if p.stacked and not p.trained)
+        # For trained weights the estimate of gradients has room for a layer that is cut out: the last gradients are
+        # made when few activations are left.
+        cut = step_bytes.cut_out(width, sharded.layout)
+        total += cut * sum(p.at_once for p in parameters if p.stacked and not p.trained)
     return total
 
 

@@ -41,18 +41,20 @@ def gradients(config: Config, parameters: list[Placed]) -> int:
     return int(step_bytes.pipeline_gradients(config.parallel.zero, compute_width(config), layers, shared))
 
 
-def weights(config: Config, parameters: list[Placed], pipe: Pipeline) -> int:
+def weights(sharded: ShardedModel, pipe: Pipeline) -> int:
     """Return the bytes of weights that are cast or gathered, once per step; at stage 3 one layer at a time.
 
     `step_bytes.pipeline_weights` has the equation.
     """
+    config = sharded.config
     zero = config.parallel.zero
     width = compute_width(config)
+    virtual = pipe.stages.virtual
     total = 0
-    for precision, group in by_precision(config, parameters).items():
+    for precision, group in by_precision(config, sharded.parameters).items():
         layers = _elements(group, stacked=True)
         shared = _elements(group, stacked=False)
-        total += int(step_bytes.pipeline_weights(zero, width, layers, shared, pipe.stages.virtual, precision))
+        total += int(step_bytes.pipeline_weights(zero, width, layers, shared, virtual, precision, sharded.layout))
     return total
 
 

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxdist.planning.memory_habits import CUT_OUT, SUM_OF_ONE, Arrays, as_held
 from jaxdist.planning.predicted_collectives import F32
+from jaxdist.sharding import Layout
 
 Numbers = np.ndarray | float
 
@@ -48,19 +50,23 @@ def updated(learned: Numbers, optimizer: Numbers) -> Numbers:
     return 2 * (learned + optimizer) + learned
 
 
-def gradients(zero: Numbers, width: int, elements: Elements, one_micro_batch: Numbers) -> Numbers:
-    """Return the bytes of gradients, sums included.
+def sums_of_gradients(micro_batches: Numbers, layout: Layout) -> Numbers:
+    """Return how many sums a step adds the gradients of its micro-batches to: 1, or fewer where there is only one."""
+    of_one = as_held(Arrays(SUM_OF_ONE, 1, F32), layout).count
+    return np.where(np.asarray(micro_batches) == 1, of_one, 1)
+
+
+def gradients(zero: Numbers, width: int, elements: Elements, sums: Numbers) -> Numbers:
+    """Return the bytes of gradients, with as many `sums` as `sums_of_gradients` counts.
 
     Stages 0 and 1 sum whole gradients, and hold the gradients of one micro-batch beside them. Stages 2 and 3 sum
     shards, and hold one whole layer beside the largest table, which the loss sums in f32.
     """
     _, rest, use, layer, table = elements
-    # With one micro-batch there is nothing to add to: XLA unrolls the loop of one iteration, and gradients become f32
-    # when activations and weights are gone.
-    shards = np.where(one_micro_batch, 1, 2) * F32 * rest + (F32 + width) * layer + F32 * table
+    shards = (1 + sums) * F32 * rest + (F32 + width) * layer + F32 * table
     # Stage 1 reduces the sum to a shard at the end.
     shard_of_sum = np.where(np.asarray(zero) == 1, F32 * rest, 0)
-    whole = np.where(one_micro_batch, width * use, (F32 + width) * use + shard_of_sum)
+    whole = width * use + sums * (F32 * use + shard_of_sum)
     return np.where(np.asarray(zero) >= 2, shards, whole)
 
 
@@ -104,15 +110,20 @@ def pipeline_gradients(zero: Numbers, width: int, layers: Elements, shared: Elem
     return 2 * F32 * shared.use + F32 * sums + (F32 + width) * layers.layer
 
 
+def cut_out(width: int, layout: Layout) -> int:
+    """Return the bytes of each element of weights in use that are cut out of a stack; by theory they stay there."""
+    return as_held(Arrays(CUT_OUT, 0, width), layout).bytes
+
+
 def pipeline_weights(
-    zero: Numbers, width: int, layers: Elements, shared: Elements, virtual: Numbers, precision: str
+    zero: Numbers, width: int, layers: Elements, shared: Elements, virtual: Numbers, precision: str, layout: Layout
 ) -> Numbers:
     """Return the bytes of weights that a rank casts or gathers, once per step; at stage 3 one layer at a time."""
     cast = copied(width, layers, precision) + copied(width, shared, precision)
-    # One of several chunks is cut out of the stack before it is used.
     several = np.asarray(virtual) > 1
-    cut_of_shards = np.where(several, width * (layers.rest // virtual), 0)
-    cut_of_whole = np.where(several, width * layers.use // virtual, 0)
+    cut = cut_out(width, layout)
+    cut_of_shards = np.where(several, cut * (layers.rest // virtual), 0)
+    cut_of_whole = np.where(several, cut * layers.use // virtual, 0)
     by_layer = width * (shared.use + layers.layer) + cut_of_shards
     gathered = np.asarray(layers.use + shared.use) != layers.rest + shared.rest
     at_once = cut_of_whole + np.where(gathered, width * (layers.use + shared.use), 0)

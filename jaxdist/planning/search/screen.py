@@ -96,8 +96,8 @@ class Screen(Steps):
         if self.config.model.frozen:
             # Frozen weights, which are nearly all, lie in the compute dtype, or are cast in each step.
             precision = "float32" if self.bytes_of_frozen == width else "bfloat16"
-        alone = self.columns["micro"] == 1
-        flat = self.trained * step_bytes.gradients(zero, width, self.elements, alone)
+        sums = step_bytes.sums_of_gradients(self.columns["micro"], self.of_platform)
+        flat = self.trained * step_bytes.gradients(zero, width, self.elements, sums)
         flat = flat + step_bytes.weights(zero, width, self.elements, precision)
 
         layers = self.layers_held * self.layer
@@ -108,7 +108,7 @@ class Screen(Steps):
         shared = Elements(rest / self.replica_shards, rest, use=tables, layer=0, outside=tables)
         staged = self.trained * step_bytes.pipeline_gradients(zero, width, of_layers, shared)
         staged = staged + step_bytes.pipeline_weights(
-            zero, width, of_layers, shared, self.columns["virtual"], precision
+            zero, width, of_layers, shared, self.columns["virtual"], precision, self.of_platform
         )
         return np.where(self.staged, staged, flat)
 

@@ -135,13 +135,17 @@ class Steps(Sizes):
         split = replace(self.example, shape=sizes)
         return Step(split, layout, self._runs(), self.tokens, c["losses"], c["exchanged"])
 
+    @property
+    def of_platform(self) -> Layout:
+        """A layout that splits nothing, on the platform of the cluster's devices."""
+        return Layout(platform=Device(self.cluster).platform)
+
     @cached_property
     def losses(self) -> Column:
         """The chunks of a micro-batch's tokens, for each of which the loss is computed apart."""
-        platform = Layout(platform=Device(self.cluster).platform)
 
         def of(length: int, rows: int) -> float:
-            return length // chunk_length(platform, length, rows)
+            return length // chunk_length(self.of_platform, length, rows)
 
         return map_distinct(of, self.config.model.sequence // self.columns[CONTEXT], self.rows)
 

@@ -1,0 +1,26 @@
+"""Describe a habit of a compiler: where it does something otherwise than theory says, and since which jax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+PREDICTED = "0.10"
+"""The version of jax that predictions are made for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habit:
+    """Something that a compiler does on some platforms, since a version of jax."""
+
+    name: str
+    platforms: tuple[str, ...]
+    """The values of `Layout.platform` where it occurs."""
+    since: str
+    """The first version of jax where it occurs."""
+    reason: str
+
+    def occurs(self, platform: str, jax: str) -> bool:
+        """Return whether it occurs on a platform with this version of jax."""
+        return platform in self.platforms and Version(jax).release >= Version(self.since).release
