@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from jaxdist.cluster.process_env import check_alone
-from jaxdist.config import Config, RequestError
+from jaxdist.config import Config, RequestError, compute_dtype
 from jaxdist.config.values import DevicesOrZero, FileName, Suggested
 from jaxdist.planning.hardware import GPUS, PRESETS
 from jaxdist.process.exit_codes import DONE, FAILED
@@ -133,8 +133,7 @@ def _compiled(
     from jaxdist.cluster import xla_options
     from jaxdist.cluster.rendezvous import across_hosts
     from jaxdist.mesh import AXES, abstract_mesh
-    from jaxdist.models.attention import unknown_mask
-    from jaxdist.models.scores import effective_window
+    from jaxdist.models.attention import AttentionCall
     from jaxdist.planning import clusters
     from jaxdist.planning.cross_compile import compile_apart
     from jaxdist.planning.sharded_model import ShardedModel
@@ -159,8 +158,8 @@ def _compiled(
     notes = []
     if options:
         notes.append(f"compiled with {xla_options.as_flags(options)}, as train does")
-    window = effective_window(config.model.window, config.model.sequence)
-    unknown = unknown_mask(layout, config.model.documents == "apart", window)
+    model = config.model
+    unknown = AttentionCall.of(model, model.window, layout, split.rows, compute_dtype(config.precision)).unknown_mask
     if unknown and gpu:
         notes.append(f"attention runs in blocks of queries, because {unknown}")
     program = replace(program, notes=tuple(notes))

@@ -99,9 +99,8 @@ def step(
     """
     from jaxdist.bench.measuring import measure_together
     from jaxdist.bench.step import report
-    from jaxdist.models.attention import attention_kernel
     from jaxdist.planning import memory
-    from jaxdist.training.startup_checks import queries
+    from jaxdist.training.startup_checks import attention_call
 
     def config_of(rows: int) -> Config:
         return load(config, {**overrides, "train.global_batch_size": str(rows)})
@@ -113,7 +112,7 @@ def step(
         "rows": run.config.train.global_batch_size,
         "remat": run.config.model.remat,
         "layers": "unrolled" if unroll else "scan",
-        "attention": attention_kernel(run.layout, queries(run), run.dtype, window=run.config.model.window),
+        "attention": attention_call(run, run.config.model.window).form,
         "predicted_bytes": memory.predict(run.sharded).total,
         "sizes": run.config.model.model_dump(),
         "torch": _for_torch(run.config, warmup + repeats),

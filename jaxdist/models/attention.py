@@ -13,7 +13,7 @@ query sees itself and the W - 1 tokens before it; 0 means no window.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +24,8 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from jaxdist.config import ModelConfig
+from jaxdist.config.matmuls import head_sizes_of
 from jaxdist.models.ring_blocks import QueryBlocks, block_count
 from jaxdist.models.ring_blocks_cudnn import CudnnBlocks
 from jaxdist.models.scores import Scores, effective_window
@@ -41,6 +43,98 @@ NO_DOCUMENTS = "cuDNN attention, as jax.nn offers it, knows no documents, and mo
 """Why cuDNN attention does not run where documents are kept apart."""
 
 
+@dataclass(frozen=True)
+class AttentionCall:
+    """What decides which form of attention runs."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+    """Of the queries, [B, S, N, H]: on the whole mesh, or on a device in a manual region."""
+    dtype: DTypeLike
+    apart: bool = False
+    """Whether documents of a row do not see each other."""
+    window: int = 0
+    """The window of the scores; 0 where it hides nothing of a row."""
+    value_size: int = 0
+    """The size of a value; 0 where it is that of a query."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, window: int, layout: Layout, rows: int, dtype: DTypeLike) -> AttentionCall:
+        """Return that of a layer of `model` with this window, for `rows` rows."""
+        sizes = head_sizes_of(model)
+        shape = (rows, model.sequence, model.heads, sizes.key)
+        window = effective_window(window, model.sequence)
+        return cls(layout, shape, dtype, model.documents == "apart", window, sizes.value)
+
+    @property
+    def form(self) -> str:
+        """Which attention runs, and why."""
+        reason = self.why_not_cudnn
+        within = " within documents" if self.apart else ""
+        if self.window:
+            within += f" in a window of {self.window:,} tokens"
+        sequence = self.shape[1]
+        device = f"{self.layout.platform}, {jnp.dtype(self.dtype).name}, heads of {self.shape[3]}"
+        ranks = self.layout.parts(SEQUENCE)
+        if self.layout.zigzag:
+            ring = f"ring attention over context={ranks}{within}, each half-block"
+            if not reason:
+                return f"{ring} by cuDNN flash attention: {device}"
+            return f"{ring} in {counted(block_count(sequence // ranks // 2), 'block')} of queries, because {reason}"
+        exchanged = f"Ulysses over context={ranks}, then " if ranks > 1 else ""
+        if not reason:
+            return f"{exchanged}cuDNN flash attention{within}: {device}"
+        blocks = sequence // block_rows(sequence)
+        return f"{exchanged}causal attention{within} in {counted(blocks, 'block')} of queries, because {reason}"
+
+    @property
+    def why_not_cudnn(self) -> str:
+        """Why cuDNN attention cannot run; empty if it can."""
+        return self.beyond_cudnn or cudnn_missing()
+
+    @property
+    def beyond_cudnn(self) -> str:
+        """The same as `why_not_cudnn`, for devices that have cuDNN.
+
+        The limits are those that jax.nn.dot_product_attention checks, and two that it does not: flash attention begins
+        with compute capability 8.0, and above 2^31 elements on a device gradients are silently wrong.
+        """
+        layout = self.layout
+        capability = layout.capability
+        if not capability:
+            return f"cuDNN attention needs a CUDA device, and the platform here is {layout.platform}"
+        if self.unknown_mask:
+            return self.unknown_mask
+        if capability < (8, 0):
+            return f"cuDNN attention needs compute capability 8.0, and this device has {capability[0]}.{capability[1]}"
+        name = jnp.dtype(self.dtype).name
+        if name not in ("bfloat16", "float16"):
+            return f"cuDNN attention takes bfloat16 or float16, not {name}"
+        size = self.shape[3]
+        largest = 256 if capability >= (9, 0) else 128
+        if size % 8 or size > largest:
+            return f"cuDNN attention takes heads of a multiple of 8 up to {largest} here, not of {size}"
+        if self.value_size not in (0, size):
+            return f"cuDNN attention takes values of the size of keys, and here they have {self.value_size} and {size}"
+        # In a manual region the shape is of a device's own part already.
+        parts = 1 if layout.manual else layout.parts(BATCH) * layout.parts(SEQUENCE) * layout.parts("heads")
+        elements = math.prod(self.shape) // parts
+        if elements > 2**31:
+            return (
+                f"cuDNN attention has wrong gradients above 2^31 query elements on a device, and this has {elements:,}"
+            )
+        return ""
+
+    @property
+    def unknown_mask(self) -> str:
+        """Which mask cuDNN attention does not know; empty if it knows all."""
+        if self.apart:
+            return NO_DOCUMENTS
+        if self.layout.zigzag and self.window:
+            return f"cuDNN attention knows no window of {self.window:,} tokens between the devices of a ring"
+        return ""
+
+
 def causal_attention(
     layout: Layout,
     scores: Scores,
@@ -51,7 +145,7 @@ def causal_attention(
 ) -> Float[Array, "B S N U"]:
     """Attend to the past (Vaswani et al. 2017, eq. 1), softmax in f32; N and K count the heads of the whole mesh.
 
-    `attention_kernel` says which form runs. Where `context` splits the sequence, keys or heads travel
+    `AttentionCall` says which form runs. Where `context` splits the sequence, keys or heads travel
     (`parallel.context`).
     """
     if not layout.split(SEQUENCE):
@@ -87,7 +181,7 @@ def _on_parts_of_rows(
     at = layout.positions(q.shape[1])
     scores = scores.within(ranks * q.shape[1])
     blocks: Blocks = CudnnBlocks(scores.scale)
-    if why_not_cudnn(layout, q.shape, q.dtype, starts is not None, scores.window, v.shape[3]):
+    if _call(layout, scores, q, v, starts).why_not_cudnn:
         blocks = QueryBlocks(scores)
     ring = Ring(ranks, blocks, unroll=layout.platform == "cpu")
     queries = Queries(q, at, starts)
@@ -105,88 +199,13 @@ def _on_whole_rows(
 ) -> jax.Array:
     """Attend where each device holds whole rows."""
     scores = scores.within(q.shape[1])
-    if why_not_cudnn(layout, q.shape, q.dtype, starts is not None, value_size=v.shape[3]):
+    if _call(layout, scores, q, v, starts).why_not_cudnn:
         return _blocked_attention(scores, q, k, v, starts)
     return _cudnn_attention(layout, scores, q, k, v)
 
 
-def attention_kernel(
-    layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False, window: int = 0, value_size: int = 0
-) -> str:
-    """Describe which attention runs for queries of `shape` [B, S, N, H] on the whole mesh, and why.
-
-    `apart`: documents of a row do not see each other.
-    """
-    sequence = shape[1]
-    window = effective_window(window, sequence)
-    reason = why_not_cudnn(layout, shape, dtype, apart, window, value_size)
-    within = " within documents" if apart else ""
-    if window:
-        within += f" in a window of {window:,} tokens"
-    device = f"{layout.platform}, {jnp.dtype(dtype).name}, heads of {shape[3]}"
-    ranks = layout.parts(SEQUENCE)
-    if layout.zigzag:
-        ring = f"ring attention over context={ranks}{within}, each half-block"
-        if not reason:
-            return f"{ring} by cuDNN flash attention: {device}"
-        return f"{ring} in {counted(block_count(sequence // ranks // 2), 'block')} of queries, because {reason}"
-    exchanged = f"Ulysses over context={ranks}, then " if ranks > 1 else ""
-    if not reason:
-        return f"{exchanged}cuDNN flash attention{within}: {device}"
-    blocks = sequence // block_rows(sequence)
-    return f"{exchanged}causal attention{within} in {counted(blocks, 'block')} of queries, because {reason}"
-
-
-def why_not_cudnn(
-    layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False, window: int = 0, value_size: int = 0
-) -> str:
-    """Return why cuDNN attention cannot run for queries of `shape` [B, S, N, H] on the whole mesh; empty if it can.
-
-    `window` is 0 where it hides nothing, and `value_size` where values are of the size of queries.
-    """
-    return beyond_cudnn(layout, shape, dtype, apart, window, value_size) or cudnn_missing()
-
-
-def beyond_cudnn(
-    layout: Layout, shape: tuple[int, ...], dtype: DTypeLike, apart: bool = False, window: int = 0, value_size: int = 0
-) -> str:
-    """Return the same as `why_not_cudnn`, for devices that have cuDNN.
-
-    The limits are those that jax.nn.dot_product_attention checks, and two that it does not: flash attention begins with
-    compute capability 8.0, and above 2^31 elements on a device gradients are silently wrong.
-    """
-    capability = layout.capability
-    if not capability:
-        return f"cuDNN attention needs a CUDA device, and the platform here is {layout.platform}"
-    unknown = unknown_mask(layout, apart, window)
-    if unknown:
-        return unknown
-    if capability < (8, 0):
-        return f"cuDNN attention needs compute capability 8.0, and this device has {capability[0]}.{capability[1]}"
-    name = jnp.dtype(dtype).name
-    if name not in ("bfloat16", "float16"):
-        return f"cuDNN attention takes bfloat16 or float16, not {name}"
-    head_size = shape[3]
-    largest = 256 if capability >= (9, 0) else 128
-    if head_size % 8 or head_size > largest:
-        return f"cuDNN attention takes heads of a multiple of 8 up to {largest} here, not of {head_size}"
-    if value_size not in (0, head_size):
-        return f"cuDNN attention takes values of the size of keys, and here they have {value_size} and {head_size}"
-    # In a pipeline's region `shape` is a device's own part already.
-    parts = 1 if layout.manual else layout.parts(BATCH) * layout.parts(SEQUENCE) * layout.parts("heads")
-    elements = math.prod(shape) // parts
-    if elements > 2**31:
-        return f"cuDNN attention has wrong gradients above 2^31 query elements on a device, and this has {elements:,}"
-    return ""
-
-
-def unknown_mask(layout: Layout, apart: bool, window: int) -> str:
-    """Return which mask cuDNN attention does not know; empty if it knows all. `window` is 0 where it hides nothing."""
-    if apart:
-        return NO_DOCUMENTS
-    if layout.zigzag and window:
-        return f"cuDNN attention knows no window of {window:,} tokens between the devices of a ring"
-    return ""
+def _call(layout: Layout, scores: Scores, q: jax.Array, v: jax.Array, starts: Starts) -> AttentionCall:
+    return AttentionCall(layout, q.shape, q.dtype, starts is not None, scores.window, v.shape[3])
 
 
 def cudnn_missing() -> str:

@@ -21,7 +21,7 @@ from jaxdist.parallel.context import Attended, Gradients, Keys, Queries
 class CudnnBlocks:
     """FlashAttention-2 (Dao 2023) of cuDNN on each block, which knows neither documents nor a window.
 
-    `models.attention.why_not_cudnn` says where it runs. Its gradients are of the dtype of queries and keys.
+    `models.attention.AttentionCall` says where it runs. Its gradients are of the dtype of queries and keys.
     """
 
     scale: float

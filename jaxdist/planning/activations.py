@@ -10,13 +10,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxdist.config import ModelConfig
-from jaxdist.config.matmuls import SPLIT, STREAM, Matmul, head_sizes_of, matmuls_of
+from jaxdist.config.matmuls import SPLIT, STREAM, Matmul, matmuls_of
 from jaxdist.mesh.context import WIDE, ulysses_elements
 from jaxdist.mesh.split import heads_of, own_heads
 from jaxdist.models import ring_blocks
-from jaxdist.models.attention import beyond_cudnn, block_keys, block_rows
+from jaxdist.models.attention import AttentionCall, block_keys, block_rows
 from jaxdist.models.loss import chunk_rows
-from jaxdist.models.scores import effective_window
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.planning.memory_habits import LOGITS, Arrays, as_held
 from jaxdist.sharding import SEQUENCE, Layout
@@ -217,8 +216,6 @@ def flash(m: ModelConfig, layout: Layout, rows: int, width: int) -> bool:
     """
     # In a manual region an array has the rows of one device, elsewhere the rows of all ranks.
     ranks = 1 if layout.manual else layout.ranks
-    sizes = head_sizes_of(m)
-    queries = (rows * ranks, m.sequence, m.heads, sizes.key)
     dtype = jnp.float32 if width == 4 else jnp.bfloat16
-    windows = [effective_window(kind.window, m.sequence) for kind in m.kinds]
-    return not any(beyond_cudnn(layout, queries, dtype, m.documents == "apart", w, sizes.value) for w in windows)
+    calls = (AttentionCall.of(m, kind.window, layout, rows * ranks, dtype) for kind in m.kinds)
+    return not any(call.beyond_cudnn for call in calls)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import jax
 
 from jaxdist.config import RequestError
-from jaxdist.config.matmuls import head_sizes_of
 from jaxdist.models import numerics
-from jaxdist.models.attention import why_not_cudnn
-from jaxdist.models.scores import effective_window
+from jaxdist.models.attention import AttentionCall
 from jaxdist.training.run import Run
 
 WINDOW = 100
 """Longest sliding window of the comparison: shorter than its rows, so that the window hides something."""
 
 
-def queries(run: Run) -> tuple[int, int, int, int]:
-    """Return the shape [B, S, N, H] of a micro-batch's queries on the whole mesh."""
-    model = run.config.model
-    return run.split.rows * run.split.ranks, model.sequence, model.heads, head_sizes_of(model).key
+def attention_call(run: Run, window: int) -> AttentionCall:
+    """Return what decides about attention in a layer with this window, for a micro-batch on the whole mesh."""
+    return AttentionCall.of(run.config.model, window, run.layout, run.split.rows * run.split.ranks, run.dtype)
 
 
 def check_attention(run: Run) -> str:
@@ -30,9 +27,7 @@ def check_attention(run: Run) -> str:
     model = run.config.model
     if model.images:
         return ""
-    window = effective_window(model.window, model.sequence)
-    value_size = head_sizes_of(model).value
-    if why_not_cudnn(run.layout, queries(run), run.dtype, model.documents == "apart", window, value_size):
+    if attention_call(run, model.window).why_not_cudnn:
         return ""
     group = model.heads // model.key_value_heads
     device = jax.local_devices()[0]

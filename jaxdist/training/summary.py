@@ -17,9 +17,7 @@ import numpy as np
 from jaxdist import __version__
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.runtime import host_lines, notes
-from jaxdist.config.matmuls import head_sizes_of
 from jaxdist.mesh import CONTEXT, REPLICA, axes_across, describe
-from jaxdist.models.attention import attention_kernel
 from jaxdist.output.units import counted, size
 from jaxdist.planning import (
     communication,
@@ -40,7 +38,7 @@ from jaxdist.request import Enough, unused
 from jaxdist.request.unused import Known
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
-from jaxdist.training.startup_checks import queries
+from jaxdist.training.startup_checks import attention_call
 
 NAMES = 12
 """Characters of the column of names."""
@@ -180,12 +178,9 @@ def _kernel(run: Run) -> Row:
     config = run.config
     if config.model.images:
         return "statistics", STATISTICS
-    apart = config.model.documents == "apart"
-    value_size = head_sizes_of(config.model).value
     # One for each kind of layer.
     windows = dict.fromkeys(kind.window for kind in config.model.kinds)
-    kernels = [attention_kernel(run.layout, queries(run), run.dtype, apart, w, value_size) for w in windows]
-    return "attention", "; ".join(kernels)
+    return "attention", "; ".join(attention_call(run, window).form for window in windows)
 
 
 def _places(run: Run) -> list[Row]:

@@ -15,7 +15,7 @@ import pytest
 from jaxdist import models
 from jaxdist.config import ModelConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
-from jaxdist.models.attention import attention_kernel, causal_attention, why_not_cudnn
+from jaxdist.models.attention import AttentionCall, causal_attention
 from jaxdist.models.scores import Scores
 from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.sharding import Layout
@@ -105,8 +105,9 @@ def test_which_kernel_and_why(monkeypatch, platform, capability, dtype, size, ro
     axes, split = (("data", 4), ("model", 2)), (("batch", ("data",)), ("heads", ("model",)))
     layout = Layout(axes, platform, split, capability)
     shape = (rows, 512, 32, size)
-    told = attention_kernel(layout, shape, dtype)
-    assert reason in why_not_cudnn(layout, shape, dtype)
+    call = AttentionCall(layout, shape, dtype)
+    told = call.form
+    assert reason in call.why_not_cudnn
     if reason:
         assert told.startswith("causal attention in 4 blocks of queries, because cuDNN attention ")
         assert reason in told
@@ -118,7 +119,7 @@ def test_documents_that_are_apart_keep_cudnn_away(monkeypatch):
     """Its sequence lengths are those of padded rows, and a mask would be S x S numbers of each row."""
     monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
     layout = Layout((), "gpu", (), (9, 0))
-    told = attention_kernel(layout, (8, 512, 32, 64), BF16, apart=True)
+    told = AttentionCall(layout, (8, 512, 32, 64), BF16, apart=True).form
     reason = "cuDNN attention, as jax.nn"
     assert told.startswith(f"causal attention within documents in 4 blocks of queries, because {reason}")
     heads = [jax.ShapeDtypeStruct((2, 256, n, 64), BF16) for n in (4, 2, 2)]
@@ -135,7 +136,7 @@ def test_a_gpu_without_cudnn(monkeypatch):
         raise RuntimeError("cuDNN not found.")
 
     monkeypatch.setattr(CUDNN_VERSION, missing)
-    told = attention_kernel(Layout((), "gpu", (), (9, 0)), (8, 512, 32, 64), BF16)
+    told = AttentionCall(Layout((), "gpu", (), (9, 0)), (8, 512, 32, 64), BF16).form
     assert told == "causal attention in 4 blocks of queries, because cuDNN is not installed here"
 
 

@@ -6,6 +6,7 @@ There is no cuDNN here: plain forms stand in its place where numbers are compare
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,6 +14,7 @@ import jax.extend
 import jax.numpy as jnp
 import pytest
 
+from jaxdist.config import ModelConfig
 from jaxdist.models import attention, numerics, ring_blocks_cudnn
 from jaxdist.models.scores import Scores
 from jaxdist.planning import target
@@ -90,7 +92,7 @@ def operations(program) -> list:
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_ring_of_its_blocks_is_plain_attention(monkeypatch, ranks):
-    monkeypatch.setattr(attention, "why_not_cudnn", lambda *_, **__: "")
+    monkeypatch.setattr(attention.AttentionCall, "why_not_cudnn", "")
     monkeypatch.setattr(attention, "QueryBlocks", None)
     monkeypatch.setattr(ring_blocks_cudnn, "_forward", rings.cudnn_forward)
     monkeypatch.setattr(ring_blocks_cudnn, "_backward", rings.cudnn_backward)
@@ -134,7 +136,9 @@ def test_ulysses_on_gpus_is_one_call_of_whole_rows():
 def test_the_summary_tells_form_kernel_and_why(monkeypatch, form, apart, window, told):
     monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
     _, layout = rings.layout_of(jax.devices()[:4], form, platform="gpu")
-    line = attention.attention_kernel(layout, (2, 4096, 8, 64), BF16, apart, window)
+    documents = "apart" if apart else "joined"
+    model = ModelConfig(sequence=4096, heads=8, embed=512, documents=documents)
+    line = attention.AttentionCall.of(model, window, layout, 2, BF16).form
     assert line.startswith(told)
     reasons = {
         "": "gpu, bfloat16, heads of 64",
@@ -171,8 +175,9 @@ def test_the_elements_of_a_device_are_those_of_its_part_of_the_sequence(monkeypa
     _, layout = rings.layout_of(jax.devices()[:4], form, platform="gpu")
     shape = (4, 2**20, 32, 64)
     assert math.prod(shape) == 4 * 2**31
-    assert attention.why_not_cudnn(layout, shape, BF16) == ""
-    assert "this has 4,294,967,296" in attention.why_not_cudnn(layout, (8, *shape[1:]), BF16)
+    call = attention.AttentionCall(layout, shape, BF16)
+    assert call.why_not_cudnn == ""
+    assert "this has 4,294,967,296" in replace(call, shape=(8, *shape[1:])).why_not_cudnn
 
 
 @pytest.mark.smoke

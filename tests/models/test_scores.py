@@ -1,5 +1,6 @@
 """Another scale of the scores, and values of another size than queries and keys: each form against the plain one."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.models.attention import beyond_cudnn, causal_attention
+from jaxdist.models.attention import AttentionCall, causal_attention
 from jaxdist.models.decoding import attend_to_slots
 from jaxdist.models.scores import Scores
 from jaxdist.sharding import Layout
@@ -37,9 +38,10 @@ def test_over_context(form):
 
 def test_cudnn_is_not_for_values_of_another_size():
     layout = Layout((), "gpu", (), (9, 0))
-    reason = beyond_cudnn(layout, (2, 256, 4, 64), jnp.bfloat16, value_size=128)
+    call = AttentionCall(layout, (2, 256, 4, 64), jnp.bfloat16, value_size=128)
+    reason = call.beyond_cudnn
     assert reason == "cuDNN attention takes values of the size of keys, and here they have 128 and 64"
-    assert beyond_cudnn(layout, (2, 256, 4, 64), jnp.bfloat16, value_size=64) == ""
+    assert replace(call, value_size=64).beyond_cudnn == ""
 
 
 def test_with_a_cache():

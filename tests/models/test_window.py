@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import ModelConfig
-from jaxdist.models.attention import attention_kernel, block_keys, causal_attention
+from jaxdist.models.attention import AttentionCall, block_keys, causal_attention
 from jaxdist.models.scores import Scores
 from jaxdist.planning.activations import in_layer
 from jaxdist.sharding import Layout, wide
@@ -120,10 +120,11 @@ def test_a_window_makes_the_scores_smaller_as_the_planner_predicts(one_device):
 
 def test_the_kernel_names_the_window(monkeypatch):
     monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
-    kernel = partial(attention_kernel, shape=(8, 8192, 32, 64), dtype=jnp.bfloat16)
-    assert kernel(GPU, window=4096) == "cuDNN flash attention in a window of 4,096 tokens: gpu, bfloat16, heads of 64"
-    assert kernel(GPU, window=8192) == "cuDNN flash attention: gpu, bfloat16, heads of 64"
-    told = kernel(GPU, window=1024, apart=True)
+    model = ModelConfig(sequence=8192, heads=32, embed=2048)
+    form = lambda window, model=model: AttentionCall.of(model, window, GPU, 8, jnp.bfloat16).form
+    assert form(4096) == "cuDNN flash attention in a window of 4,096 tokens: gpu, bfloat16, heads of 64"
+    assert form(8192) == "cuDNN flash attention: gpu, bfloat16, heads of 64"
+    told = form(1024, model.model_copy(update={"documents": "apart"}))
     assert told.startswith("causal attention within documents in a window of 1,024 tokens in 8 blocks of queries")
 
 

@@ -54,8 +54,7 @@ def cudnn(monkeypatch):
     """Put a function in the place of cuDNN's attention."""
 
     def put(kernel):
-        for module in attention, startup_checks:
-            monkeypatch.setattr(module, "why_not_cudnn", lambda *_, **__: "")
+        monkeypatch.setattr(attention.AttentionCall, "why_not_cudnn", "")
         monkeypatch.setattr(attention, "_cudnn_attention", lambda layout, scores, q, k, v: kernel(q, k, v))
 
     return put
@@ -126,7 +125,7 @@ def of_the_block_alone(scale, q, k, v, out, sums, g, causal):
     ids=["right", "log sum exp", "gradient"],
 )
 def test_the_half_blocks_of_a_ring_are_checked_as_they_are_joined(monkeypatch, forward, backward, what):
-    monkeypatch.setattr(startup_checks, "why_not_cudnn", lambda *_, **__: "")
+    monkeypatch.setattr(attention.AttentionCall, "why_not_cudnn", "")
     monkeypatch.setattr(ring_blocks_cudnn, "_forward", forward)
     monkeypatch.setattr(ring_blocks_cudnn, "_backward", backward)
     run = grouped(mesh="context=2", **{"parallel.context": "ring"})
@@ -146,7 +145,7 @@ def test_one_nan_from_a_kernel_is_refused(monkeypatch, place):
     def found(sizes, dtype, device):
         return [numerics.Difference("attention, d k", numerics._error(kernel, plain), numerics.BOUNDS["bfloat16"])]
 
-    monkeypatch.setattr(startup_checks, "why_not_cudnn", lambda *_, **__: "")
+    monkeypatch.setattr(attention.AttentionCall, "why_not_cudnn", "")
     monkeypatch.setattr(numerics, "attention", found)
     with pytest.raises(RequestError, match="attention, d k is off by nan of its largest value"):
         startup_checks.check_attention(grouped())
