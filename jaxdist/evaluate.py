@@ -70,8 +70,8 @@ def check_files(request: Request) -> list[Question]:
     The held-out part of the run's own data is looked at later, by those who open it.
     """
     # They import numpy, which --help does not need.
-    from jaxdist.data.documents import held_out_problems, paths_of
     from jaxdist.data.multiple_choice import read_questions
+    from jaxdist.data.paths import held_out_problems, paths_of
 
     config = request.config
     choices = request.extras["choices"]

@@ -26,6 +26,7 @@ from jaxdist.config.values import (
     TopP,
     stop_texts,
 )
+from jaxdist.files import digest
 from jaxdist.files.json_files import is_unicode
 from jaxdist.huggingface.schema import GENERATION
 from jaxdist.request import JOB_KNOBS, LAYOUT_KNOBS, Enough, Extra, Request, arguments, run
@@ -108,7 +109,6 @@ def generate(request: Request, texts: Sequence[str] | None, draws: Sampling, job
     """Continue the texts, or hold a conversation where there are none."""
     from jaxdist.cluster.consensus import check_alike
     from jaxdist.cluster.heartbeat import STEPPING
-    from jaxdist.data.corpus import digest
     from jaxdist.huggingface.chat_template import read_chat_template
     from jaxdist.huggingface.given_tokenizer import largest_id
     from jaxdist.training.continuation import Ending

@@ -194,7 +194,7 @@ def slurm_script(request: Request) -> Script:
     """Return the sbatch script of the request. Raises `RequestError` if it could not run. Writes nothing."""
     from jaxdist.cluster.slurm import Script, check_container, check_environment, check_partition, warning
     from jaxdist.cluster.slurm_values import node_counts, seconds
-    from jaxdist.data.documents import paths_of
+    from jaxdist.data.paths import paths_of
     from jaxdist.training.checkpoint.step_dir import StepDir
     from jaxdist.training.entering import enter
     from jaxdist.training.run_dir import RunFolder

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     with Job(place, config, enough=Enough(config)) as job:
         from jaxdist.cluster import faults, xla_options
         from jaxdist.cluster.consensus import leader_first
-        from jaxdist.data.corpus import programs_folder
+        from jaxdist.files.caches import programs_folder
         from jaxdist.training.run import Run
         from jaxdist.training.trainer import train
 

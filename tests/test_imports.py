@@ -49,7 +49,7 @@ FORBIDDEN = {
     "sharding": ["jaxdist.!config,mesh"],
     "request": ["jaxdist.!config,process,files,mesh,request,data,huggingface,output,weights", *COMPLETE],
     "weights": [
-        "jaxdist.!config,files,cluster,models,parallel,sharding,request,huggingface,training,weights",
+        "jaxdist.!config,files,cluster,data,models,parallel,sharding,request,huggingface,training,weights",
         *(f"jaxdist.training.{name}" for name in ("run", "trainer", "save_policy", "restore", "export")),
     ],
     "weights.named": ["jaxdist.!config,files,huggingface", "jax", "flax", "numpy"],

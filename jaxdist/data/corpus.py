@@ -6,35 +6,22 @@ tokenizer is given. Then both parts are written as token files. A `.bin` holds t
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from tokenizers import Tokenizer
 
 from jaxdist.config import DataConfig, RequestError
-from jaxdist.data import token_files
-from jaxdist.data.documents import Source, as_before, open_sources, reading, split
+from jaxdist.data.paths import open_sources
 from jaxdist.data.progress import Pass, Progress, unseen
-from jaxdist.data.readers import FORMS
-from jaxdist.data.token_cache import open_cache
-from jaxdist.data.tokenizing import (
-    ALPHABET,
-    PARTS,
-    TOKENIZER,
-    Split,
-    resume_point,
-    train_tokenizer,
-    write_parts,
-)
+from jaxdist.data.readers.reader import TextReader, TokenReader, reading
+from jaxdist.data.sources import Source, Sources
+from jaxdist.data.token_store import open_store
+from jaxdist.data.tokenizing import ALPHABET, train_tokenizer
 from jaxdist.data.tokens import Tokens
-from jaxdist.files import write_whole
-from jaxdist.files.json_files import LARGEST_LISTING, read_text
-from jaxdist.huggingface.given_tokenizer import GivenTokenizer, largest_id, load_tokenizer, read_tokenizer
+from jaxdist.files import digest
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer, largest_id, read_tokenizer
 from jaxdist.huggingface.special_tokens import ENDS, SpecialTokens, special_tokens_of
 from jaxdist.output.units import rounded
 
@@ -80,9 +67,10 @@ def open_corpus(
     the fingerprint `begun` goes on with these, also where an `EARLIER` version had read them in another way.
     Raises `RequestError` for anything wrong with the request or the data.
     """
-    corpus = _open(config, vocab, progress)
+    request = _Request.of(config, vocab, progress)
+    corpus = request.open()
     if begun and corpus.changed and corpus.fingerprint != begun:
-        earlier = _open(config, vocab, progress, earlier=True)
+        earlier = request.as_before().open()
         if earlier.fingerprint == begun:
             corpus = earlier
     _check_rows(corpus, sequence, config)
@@ -91,160 +79,139 @@ def open_corpus(
     return corpus
 
 
-def _open(config: DataConfig, vocab: int, progress: Progress, earlier: bool = False) -> Corpus:
-    """Return the tokens that `config` asks for; of the `EARLIER` version, if that is asked for."""
-    source, held_out = open_sources(config)
-    given = None
-    if config.tokenizer:
-        given = read_tokenizer(config.tokenizer)
-        if earlier:
-            given = given.alone()
-        _check_vocab(given, config.tokenizer, vocab)
-    before = as_before(source)
-    if earlier:
-        source = before
-        held_out = as_before(held_out) if held_out else None
-    if source.kind == "bin":
-        corpus = _open_tokens(source, held_out, given, config, vocab, progress)
-    else:
-        corpus = _open_text(source, held_out, given, config, vocab, progress, earlier)
-    if earlier:
-        return replace(corpus, source=f"{corpus.source} (as an earlier jaxdist read it, with which the run began)")
-    changed = corpus.changed or source != before or (given is not None and given.bare is not None)
-    return replace(corpus, changed=changed)
+@dataclass(frozen=True)
+class _Request:
+    """What is asked for: data, read with a tokenizer for a model of `vocab` ids."""
+
+    config: DataConfig
+    vocab: int
+    progress: Progress
+    sources: Sources
+    given: GivenTokenizer | None
+    earlier: bool = False
+    """Whether the data are read as the `EARLIER` version read them."""
+
+    @classmethod
+    def of(cls, config: DataConfig, vocab: int, progress: Progress) -> _Request:
+        """Find the data and the tokenizer that `config` names."""
+        sources = open_sources(config)
+        given = None
+        if config.tokenizer:
+            given = read_tokenizer(config.tokenizer)
+            _check_vocab(given, config.tokenizer, vocab)
+        return cls(config, vocab, progress, sources, given)
+
+    def as_before(self) -> _Request:
+        """Return the same request to the `EARLIER` version."""
+        given = self.given.alone() if self.given else None
+        return replace(self, sources=self.sources.as_before(), given=given, earlier=True)
+
+    def open(self) -> Corpus:
+        """Return the tokens."""
+        corpus = self._tokens() if isinstance(self.sources.training.reader, TokenReader) else self._text()
+        if self.earlier:
+            return replace(corpus, source=f"{corpus.source} (as an earlier jaxdist read it, with which the run began)")
+        before = self.as_before()
+        changed = before.sources.training != self.sources.training or before.given != self.given
+        return replace(corpus, changed=corpus.changed or changed)
+
+    def _tokens(self) -> Corpus:
+        """Open files of tokens in place. Without a validation file, the tail of the first one is held out."""
+        sources = self.sources
+        parts = open_token_files(sources.all, self.given, self.vocab, self.progress)
+        content = sources.digest(Pass(self.progress, "reading the data", sources.size).read)
+        if sources.held_out:
+            train, validation = parts
+        else:
+            total = parts[0].length
+            cut = total - int(total * sources.fraction)
+            train = parts[0].part(0, cut)
+            validation = parts[0].part(cut, total)
+        return Corpus(
+            train,
+            validation,
+            tokenizer=self.given.text if self.given else None,
+            special=self.given.special if self.given else SpecialTokens(),
+            fingerprint=digest(content, *identity(self.given)),
+            source=f"{sources.root}, {_sizes(train, validation)}",
+        )
+
+    def _text(self) -> Corpus:
+        """Open text of any form from the cache, after filling it if it lacks this text, tokenizer and split."""
+        if self.given is None and self.vocab < len(ALPHABET) + 1:
+            raise RequestError(
+                f"model.vocab {self.vocab} is too small for a byte-level tokenizer, which has 256 bytes and {ENDS[0]}; "
+                f"set model.vocab to at least {len(ALPHABET) + 1}"
+            )
+        sources = self.sources
+        store = open_store(
+            sources,
+            sources.split,
+            self._key,
+            self.vocab,
+            self.given,
+            self.progress,
+            train=self._train_tokenizer,
+            doubled=self.earlier,
+        )
+        note = None if self.earlier else store.note
+        reader = sources.training.reader
+        assert isinstance(reader, TextReader)
+        parts = [
+            reader.describe(sources.root, store.facts["documents"]),
+            _sizes(store.train, store.validation),
+            self._describe_tokenizer(store.used),
+        ]
+        return Corpus(
+            store.train,
+            store.validation,
+            tokenizer=store.used.text,
+            special=store.used.special,
+            # Tokens that differ from an earlier version's have another name.
+            fingerprint=digest(store.content, *identity(store.used), *(["once"] if note else [])),
+            source="; ".join([", ".join(parts), *([note] if note else [])]),
+            changed=note is not None,
+        )
+
+    def _key(self, content: str) -> str:
+        """Return what names all that determines the token files."""
+        tokenizer, *marks = identity(self.given)
+        return digest(EARLIER if self.earlier else VERSION, content, tokenizer, self.vocab, *marks)
+
+    def _train_tokenizer(self) -> str:
+        sampling = Pass(self.progress, "reading text for the tokenizer", self.sources.size)
+        return train_tokenizer(self.sources.split(sampling.read), self.sources.training.size, self.vocab)
+
+    def _describe_tokenizer(self, used: GivenTokenizer) -> str:
+        tokenizer = used.load()
+        if self.config.tokenizer:
+            return f"tokenizer {self.config.tokenizer}{_describe_special(used.special, tokenizer)}"
+        size = tokenizer.get_vocab_size()
+        if size < self.vocab:
+            return f"byte-level BPE of {size} entries (too little text for {self.vocab})"
+        return f"byte-level BPE of {size} entries"
 
 
-def cache_folder() -> Path:
-    """Return $JAXDIST_CACHE, or $XDG_CACHE_HOME/jaxdist, or ~/.cache/jaxdist.
-
-    The folder need not exist: whoever writes there makes it.
-    """
-    own = os.environ.get("JAXDIST_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "jaxdist"
-
-
-def programs_folder() -> Path:
-    """Return the folder where a run on GPUs keeps compiled programs."""
-    return cache_folder() / "programs"
-
-
-def _open_tokens(
-    source: Source,
-    held_out: Source | None,
-    given: GivenTokenizer | None,
-    config: DataConfig,
-    vocab: int,
-    progress: Progress,
-) -> Corpus:
-    """Open a `.bin` of uint16 tokens in place. Without a validation file, its tail is held out."""
-    paths = [file.root for file in (source, held_out) if file]
-    check_token_files(paths, given, vocab, progress)
-    content = _content(source, held_out, config, progress)
-    parts = [Tokens.open(path, "uint16") for path in paths]
-    if held_out:
-        train, validation = parts
-    else:
-        total = parts[0].length
-        cut = total - int(total * config.validation_fraction)
-        train = parts[0].part(0, cut)
-        validation = parts[0].part(cut, total)
-    return Corpus(
-        train,
-        validation,
-        tokenizer=given.text if given else None,
-        special=given.special if given else SpecialTokens(),
-        fingerprint=digest(content, *identity(given)),
-        source=f"{source.root}, {_sizes(train, validation)}",
-    )
-
-
-def check_token_files(paths: list[Path], given: GivenTokenizer | None, vocab: int, progress: Progress) -> None:
-    """Raise `RequestError` with every problem of these `.bin` files."""
-    entries = None
-    if given:
-        entries = largest_id(given.load()) + 1
+def open_token_files(
+    sources: Sequence[Source], given: GivenTokenizer | None, vocab: int, progress: Progress
+) -> list[Tokens]:
+    """Return the tokens of the first file of each source. Raises `RequestError` with every problem of these files."""
+    entries = largest_id(given.load()) + 1 if given else None
     problems = []
-    for path in paths:
-        with reading(path):
-            checking = Pass(progress, "checking token ids", path.stat().st_size)
-            problem = token_files.problem(path, vocab, entries, checking.read)
-        if problem:
-            problems.append(problem)
+    opened = []
+    for source in sources:
+        reader = source.reader
+        assert isinstance(reader, TokenReader)
+        with reading(source.root):
+            checking = Pass(progress, "checking token ids", source.size)
+            problem = reader.problem(source.root, vocab, entries, checking.read)
+            if problem:
+                problems.append(problem)
+            else:
+                opened.append(reader.open(source.root))
     if problems:
         raise RequestError(*problems)
-
-
-def _open_text(
-    source: Source,
-    held_out: Source | None,
-    given: GivenTokenizer | None,
-    config: DataConfig,
-    vocab: int,
-    progress: Progress,
-    earlier: bool,
-) -> Corpus:
-    """Open text of any kind from the cache, after filling it if it lacks this text, tokenizer and split."""
-    if given is None and vocab < len(ALPHABET) + 1:
-        raise RequestError(
-            f"model.vocab {vocab} is too small for a byte-level tokenizer, which has 256 bytes and {ENDS[0]}; set "
-            f"model.vocab to at least {len(ALPHABET) + 1}"
-        )
-    stamp = _stamp(source, held_out)
-    content = _content(source, held_out, config, progress)
-    # The key holds everything that determines the token files.
-    tokenizer_text, *marks = identity(given)
-    version = EARLIER if earlier else VERSION
-    folder = cache_folder() / digest(version, content, tokenizer_text, vocab, *marks)
-
-    def documents(reading: Pass) -> Split:
-        return split(source, held_out, config.validation_fraction, reading.read)
-
-    def fill(new: Path) -> dict[str, int]:
-        """Train the tokenizer and encode the text, or continue with what a killed process has left in `new`."""
-        done = resume_point(new)
-        if done is None:
-            sampling = Pass(progress, "reading text for the tokenizer", _size(source, held_out))
-            text = given.text if given else train_tokenizer(documents(sampling), source.size, vocab)
-            write_whole(new / TOKENIZER, text)
-        tokenizer = load_tokenizer(read_text(new / TOKENIZER, LARGEST_LISTING, links=False))
-        special = given.special if given else special_tokens_of(tokenizer)
-        encoding = Pass(progress, "tokenizing", _size(source, held_out))
-        kind = token_type(vocab)
-        written = write_parts(new, tokenizer, special, documents(encoding), kind, encoding, done, earlier)
-        # The key was computed from an earlier read, so the content must not have changed since.
-        if _stamp(source, held_out) != stamp:
-            raise RequestError(f"'{source.root}' changed while it was read; start again when it is complete")
-        return written._asdict()
-
-    facts = open_cache(folder, fill, progress)
-    own = 0 if earlier else facts["own"]
-    train, validation = (Tokens.open(folder / part, token_type(vocab)) for part in PARTS)
-    if given is None:
-        text = read_text(folder / TOKENIZER, LARGEST_LISTING, links=False)
-        used = GivenTokenizer(text, special_tokens_of(load_tokenizer(text)))
-    else:
-        used = given
-    description = ", ".join(
-        [
-            _describe(source, facts["documents"]),
-            _sizes(train, validation),
-            _describe_tokenizer(used, config, vocab),
-        ]
-    )
-    if own:
-        description += f"; {used.special.own_note(used.load(), own, 'document', ends=True)}"
-    return Corpus(
-        train,
-        validation,
-        tokenizer=used.text,
-        special=used.special,
-        # Tokens that differ from an earlier version's have another name.
-        fingerprint=digest(content, *identity(used), *(["once"] if own else [])),
-        source=description,
-        changed=own > 0,
-    )
+    return opened
 
 
 def _apart(corpus: Corpus) -> Corpus:
@@ -308,63 +275,8 @@ def _check_rows(corpus: Corpus, sequence: int, config: DataConfig) -> None:
         raise RequestError(*problems)
 
 
-def _content(source: Source, held_out: Source | None, config: DataConfig, progress: Progress) -> str:
-    """Return a hash of the content of both files, or of one file and the fraction that is held out."""
-    hashing = Pass(progress, "reading the data", _size(source, held_out))
-    held_out_part = held_out.digest(hashing.read) if held_out else config.validation_fraction
-    return digest(source.digest(hashing.read), held_out_part)
-
-
-def _size(source: Source, held_out: Source | None) -> int:
-    """Return the bytes of both."""
-    if held_out is None:
-        return source.size
-    return source.size + held_out.size
-
-
-def _stamp(source: Source, held_out: Source | None) -> list:
-    """Return sizes and times of modification, which show whether a file changed while it was read."""
-    stamps = []
-    for file in (source, held_out):
-        if file:
-            with reading(file.root):
-                stamps.append(file.stamp())
-    return stamps
-
-
-def digest(*parts: str | int | float | None) -> str:
-    """Return a hexadecimal hash of these values."""
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def token_type(vocab: int) -> Literal["uint16", "uint32"]:
-    """Return the dtype in which tokens of a vocabulary of that size are kept."""
-    return "uint16" if vocab <= 1 << 16 else "uint32"
-
-
-def _describe(source: Source, documents: int) -> str:
-    if source.kind == "library":
-        return f"Python {platform.python_version()} standard library, {documents} files"
-    if source.kind in FORMS:
-        return f"{source.root}, {documents} documents"
-    if source.root.suffix.lower() == ".json":
-        # Whoever gives JSON may expect that its texts are read.
-        return f'{source.root} (as plain text: its first line is no JSON object with a string "text")'
-    return str(source.root)
-
-
 def _sizes(train: Tokens, validation: Tokens) -> str:
     return f"{rounded(train.length)} tokens and {rounded(validation.length)} held out"
-
-
-def _describe_tokenizer(used: GivenTokenizer, config: DataConfig, vocab: int) -> str:
-    tokenizer = used.load()
-    if config.tokenizer:
-        return f"tokenizer {config.tokenizer}{_describe_special(used.special, tokenizer)}"
-    size = tokenizer.get_vocab_size()
-    if size < vocab:
-        return f"byte-level BPE of {size} entries (too little text for {vocab})"
-    return f"byte-level BPE of {size} entries"
 
 
 def _describe_special(special: SpecialTokens, tokenizer: Tokenizer) -> str:

@@ -9,7 +9,6 @@ count either, so that bits per byte always divides a loss by the bytes that it w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,15 +18,14 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
 from jaxdist.data.batches import labelled
-from jaxdist.data.corpus import VERSION, cache_folder, check_token_files, digest, identity, token_type
-from jaxdist.data.documents import Source, source_of
-from jaxdist.data.progress import Pass, Progress, unseen
-from jaxdist.data.readers.document import Document
-from jaxdist.data.token_cache import open_cache
-from jaxdist.data.tokenizing import PARTS, TOKENIZER, Split, resume_point, write_parts
+from jaxdist.data.corpus import VERSION, identity, open_token_files
+from jaxdist.data.progress import Progress, unseen
+from jaxdist.data.readers.reader import Document, OnRead, TokenReader
+from jaxdist.data.sources import Source, Split
+from jaxdist.data.token_store import open_store
 from jaxdist.data.tokens import Tokens
-from jaxdist.files import write_whole
-from jaxdist.huggingface.given_tokenizer import GivenTokenizer, encoding
+from jaxdist.files import digest
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer, encode, ids_of
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,8 @@ def open_held_out(
     Text is tokenized at the first call and later read from the cache. With `apart` the tokens know where documents end.
     Raises `RequestError` for a file without text, one that is not what its name says, and text without a tokenizer.
     """
-    source = source_of(path)
-    if source.kind == "bin":
+    source = Source.of(path)
+    if isinstance(source.reader, TokenReader):
         opened = _open_tokens(source, given, vocab, progress)
     else:
         opened = _open_text(source, given, vocab, apart, progress)
@@ -107,10 +105,9 @@ def open_held_out(
 
 
 def _open_tokens(source: Source, given: GivenTokenizer | None, vocab: int, progress: Progress) -> HeldOut:
-    """Open a `.bin` of uint16 tokens in place, whose first token nothing predicts."""
-    path = source.root
-    check_token_files([path], given, vocab, progress)
-    return HeldOut(path, Tokens.open(path, "uint16"), before=None, bytes=None, fingerprint=source.digest())
+    """Open tokens in place, whose first one nothing predicts."""
+    (tokens,) = open_token_files([source], given, vocab, progress)
+    return HeldOut(source.root, tokens, before=None, bytes=None, fingerprint=source.digest())
 
 
 def _open_text(source: Source, given: GivenTokenizer | None, vocab: int, apart: bool, progress: Progress) -> HeldOut:
@@ -118,39 +115,28 @@ def _open_text(source: Source, given: GivenTokenizer | None, vocab: int, apart: 
     path = source.root
     if given is None:
         raise RequestError(f"'{path}' is text, and no tokenizer is there to read it with; give its --data.tokenizer")
-    stamp = source.stamp()
-    hashing = Pass(progress, "reading the data", source.size)
-    content = source.digest(hashing.read)
-    folder = cache_folder() / digest(VERSION, "alone", content, *identity(given), vocab, apart)
-    counted = _Counted(given, apart)
-
-    def fill(new: Path) -> dict[str, int]:
-        """Encode the text, or continue with what a killed process has left in `new`."""
-        done = resume_point(new)
-        if done is None:
-            write_whole(new / TOKENIZER, given.text)
-        encoding = Pass(progress, "tokenizing", source.size)
-        documents = counted.passing(source.documents(on_read=encoding.read))
-        written = write_parts(new, given.load(), given.special, documents, token_type(vocab), encoding, done)
-        if source.stamp() != stamp:
-            raise RequestError(f"'{path}' changed while it was read; start again when it is complete")
-        return {"bytes": counted.bytes, "own": written.own}
-
-    facts = open_cache(folder, fill, progress)
-    tokens = Tokens.open(folder / PARTS[1], token_type(vocab))
+    counted = _Counted(source, given, apart)
+    store = open_store(
+        source,
+        counted.split,
+        lambda content: digest(VERSION, "alone", content, *identity(given), vocab, apart),
+        vocab,
+        given,
+        progress,
+        counted=lambda: {"bytes": counted.bytes},
+    )
     # Where there is a BOS token, it stands at the start already.
     before = given.special.eos if given.special.bos is None else None
-    note = None
-    if facts["own"]:
-        note = f"'{path}': {given.special.own_note(given.load(), facts['own'], 'document', ends=True)}"
-    return HeldOut(path, tokens, before, facts["bytes"], content, note)
+    note = f"'{path}': {store.note}" if store.note else None
+    return HeldOut(path, store.validation, before, store.facts["bytes"], store.content, note)
 
 
 class _Counted:
-    """Counts the bytes of documents that pass, but for those of tokens that nothing predicts."""
+    """Counts the bytes of the documents of a file, but for those of tokens that nothing predicts."""
 
-    def __init__(self, given: GivenTokenizer, apart: bool):
+    def __init__(self, source: Source, given: GivenTokenizer, apart: bool):
         self.bytes = 0
+        self._source = source
         self._special = given.special
         self._tokenizer = given.load()
         self._bos = self._name(given.special.bos)
@@ -160,9 +146,9 @@ class _Counted:
         self._first_alone = given.special.bos is None and given.special.eos is None
         self._each_alone = given.special.bos is None and apart
 
-    def passing(self, documents: Iterator[Document]) -> Split:
+    def split(self, on_read: OnRead) -> Split:
         """Yield the documents, all of them held out."""
-        for number, document in enumerate(documents):
+        for number, document in enumerate(self._source.documents(on_read=on_read)):
             uncounted = self._delimiters(document)
             if document.begins and (self._each_alone or (self._first_alone and number == 0)):
                 uncounted += _bytes_of_first(self._tokenizer, document.text)
@@ -175,8 +161,7 @@ class _Counted:
         ends = document.ends and self._eos != "" and document.text.endswith(self._eos)
         if not begins and not ends:
             return 0
-        with encoding():
-            ids = self._tokenizer.encode(document.text, add_special_tokens=False).ids
+        ids = ids_of(self._tokenizer, document.text)
         size = 0
         if self._special.has_own(ids, begins, ends=False):
             size += len(self._bos.encode())
@@ -191,7 +176,6 @@ class _Counted:
 
 def _bytes_of_first(tokenizer: Tokenizer, text: str) -> int:
     """Return the bytes of a text before the character where its second token begins."""
-    with encoding():
-        offsets = tokenizer.encode(text, add_special_tokens=False).offsets
+    offsets = encode(tokenizer, text).offsets
     end = offsets[1][0] if len(offsets) > 1 else len(text)
     return len(text[:end].encode())

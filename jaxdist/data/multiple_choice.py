@@ -20,11 +20,11 @@ from jaxtyping import Float, Int
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
-from jaxdist.data.documents import reading
 from jaxdist.data.readers.json_lines import MARK
+from jaxdist.data.readers.reader import reading
 from jaxdist.data.tokens import IGNORED
 from jaxdist.files.json_files import is_unicode
-from jaxdist.huggingface.given_tokenizer import encoding
+from jaxdist.huggingface.given_tokenizer import ids_of
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.output.units import counted, size
 
@@ -162,7 +162,7 @@ def rows_of(
     spanning = 0
     problems: list[str] = []
     for question in questions:
-        own += special.has_own(_ids(tokenizer, question.context))
+        own += special.has_own(ids_of(tokenizer, question.context))
         found = [encode(tokenizer, special, question.context, choice, apart) for choice in question.choices]
         wrong = [
             f"choice {number} of {question.where} {problem}"
@@ -217,11 +217,11 @@ def encode(tokenizer: Tokenizer, special: SpecialTokens, context: str, choice: s
     choice = ending + choice
     if not context:
         start = special.around([]) or ([] if special.eos is None else [special.eos])
-        return Encoded(start, _ids(tokenizer, choice), spans=False)
-    before = _ids(tokenizer, context)
+        return Encoded(start, ids_of(tokenizer, choice), spans=False)
+    before = ids_of(tokenizer, context)
     if apart:
-        return Encoded(special.around(before), _ids(tokenizer, choice), spans=False)
-    whole = _ids(tokenizer, context + choice)
+        return Encoded(special.around(before), ids_of(tokenizer, choice), spans=False)
+    whole = ids_of(tokenizer, context + choice)
     return Encoded(special.around(before), whole[len(before) :], whole[: len(before)] != before)
 
 
@@ -278,11 +278,6 @@ def _standard_error(values: Float[np.ndarray, " n"]) -> float | None:
 def _with_error(share: float, error: float | None) -> str:
     """Return a share and its standard error in percent."""
     return f"{share:.1%}" if error is None else f"{share:.1%} ± {error:.1%}"
-
-
-def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    with encoding():
-        return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _problem(encoded: Encoded, sequence: int) -> str | None:

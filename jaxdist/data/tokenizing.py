@@ -13,19 +13,20 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxdist.data.progress import Pass
-from jaxdist.data.readers.document import Document
+from jaxdist.data.readers.reader import Document
+from jaxdist.data.sources import Split
 from jaxdist.data.token_cache import PROGRESS
-from jaxdist.data.tokens import TokenWriter
+from jaxdist.data.tokens import TokenType, TokenWriter
 from jaxdist.files import checksum, open_no_follow, write_whole
 from jaxdist.files.json_files import read_json
-from jaxdist.huggingface.given_tokenizer import encoding
-from jaxdist.huggingface.special_tokens import ENDS, SpecialTokens
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer, encode_all
+from jaxdist.huggingface.special_tokens import ENDS
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 """A letter for each of the 256 bytes, which a byte-level tokenizer starts from."""
@@ -55,10 +56,6 @@ class Written(NamedTuple):
     documents: int
     own: int
     """Documents that begin with BOS, or end with EOS, as text: it stands there once."""
-
-
-Split = Iterator[tuple[bool, Document]]
-"""Documents, each with whether it is held out."""
 
 
 def train_tokenizer(documents: Split, size: int, vocab: int) -> str:
@@ -118,10 +115,9 @@ def resume_point(folder: Path) -> dict[str, Any] | None:
 
 def write_parts(
     folder: Path,
-    tokenizer: Tokenizer,
-    special: SpecialTokens,
+    used: GivenTokenizer,
     documents: Split,
-    dtype: Literal["uint16", "uint32"],
+    dtype: TokenType,
     reading: Pass,
     done: dict[str, Any] | None,
     doubled: bool = False,
@@ -131,6 +127,8 @@ def write_parts(
     `done` is the progress of an earlier process, whose documents are in the files already. `reading` is the pass that
     reads the documents. With `doubled`, a delimiter that a document has as text stands there twice, as it once did.
     """
+    tokenizer = used.load()
+    special = used.special
     before = done["documents"] if done else 0
     own = done["own"] if done else 0
     count = before
@@ -141,9 +139,7 @@ def write_parts(
     with TokenWriter(folder / PARTS[0], dtype) as train, TokenWriter(folder / PARTS[1], dtype) as validation:
         for batch in _batches(remaining):
             reading.what = "tokenizing"
-            texts = [document.text for _, document in batch]
-            with encoding():
-                encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            encoded = encode_all(tokenizer, [document.text for _, document in batch])
             for (held_out, document), found in zip(batch, encoded, strict=True):
                 ids = found.ids
                 own += special.has_own(ids, document.begins, document.ends)

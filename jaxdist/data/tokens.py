@@ -19,6 +19,9 @@ from jaxtyping import Int, Integer
 from jaxdist.config import DataLost
 from jaxdist.files import blocks, open_regular
 
+TokenType = Literal["uint16", "uint32"]
+"""The dtype of the ids in a file, which is little-endian."""
+
 IGNORED = -1
 """The label of a position that does not count in the loss."""
 
@@ -34,7 +37,7 @@ class Tokens:
     """
 
     path: Path
-    dtype: Literal["uint16", "uint32"]
+    dtype: TokenType
     length: int
     start: int = 0
     begin: int | None = None
@@ -43,7 +46,7 @@ class Tokens:
     """The token that ends each document, if documents are to be apart and such a token exists."""
 
     @classmethod
-    def open(cls, path: Path, dtype: Literal["uint16", "uint32"]) -> Tokens:
+    def open(cls, path: Path, dtype: TokenType) -> Tokens:
         """Return all tokens of a file, whose size must be a multiple of the token's.
 
         Nothing is read here: tokens are read from the file when they are indexed.
@@ -151,7 +154,7 @@ class Tokens:
 class TokenWriter:
     """Append token ids to a new file or to one that was begun. A context manager; the file is complete at its exit."""
 
-    def __init__(self, path: Path, dtype: Literal["uint16", "uint32"]):
+    def __init__(self, path: Path, dtype: TokenType):
         self.dtype = dtype
         self.size = 0
         self._digest = xxhash.xxh3_64()

@@ -139,8 +139,8 @@ def _raise_open_files(needed: int, hard: int) -> str:
 
 def caches(here: Here) -> Iterator[Finding]:
     """Check the folder of tokens, and that of compiled programs."""
-    # Imported here, because it imports numpy, whose version has to be checked first.
-    from jaxdist.data.corpus import cache_folder, programs_folder
+    # Imported here, because it imports xxhash, which has to be found first.
+    from jaxdist.files.caches import cache_folder, programs_folder
 
     yield _check_folder(cache_folder(), "cache", "set JAXDIST_CACHE to a folder of yours with room")
     programs = here.environment.get("JAX_COMPILATION_CACHE_DIR")

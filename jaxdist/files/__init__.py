@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import io
+import json
 import os
 import secrets
 import stat
@@ -136,6 +138,11 @@ def checksum(path: Path, on_read: Callable[[int], None] | None = None) -> Checks
             if on_read is not None:
                 on_read(len(block))
     return size, digest.hexdigest()
+
+
+def digest(*parts: str | int | float | None) -> str:
+    """Return a hexadecimal SHA-256 of these values."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def blocks(file: io.FileIO | io.BufferedReader) -> Iterator[memoryview]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from jaxdist.config import RequestError
 from jaxdist.files.json_files import LARGEST_LISTING, parse_json, read_text
@@ -62,12 +62,30 @@ def load_tokenizer(text: str) -> Tokenizer:
     return tokenizer
 
 
-@contextmanager
-def encoding() -> Iterator[None]:
-    """Raise `RequestError` where the block encodes a text for a part of which the tokenizer has no token.
+def encode(tokenizer: Tokenizer, text: str) -> Encoding:
+    """Return the tokens of a text, without special tokens around it.
 
-    Those of bytes have one for everything, those of words need one for what they do not know.
+    Raises `RequestError` if the tokenizer has no token for a part of it: one of bytes has tokens for everything, one of
+    words needs one for what it does not know.
     """
+    with _encoding():
+        return tokenizer.encode(text, add_special_tokens=False)
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of the tokens of a text, as `encode` finds them."""
+    return encode(tokenizer, text).ids
+
+
+def encode_all(tokenizer: Tokenizer, texts: list[str]) -> list[Encoding]:
+    """Return the tokens of each text as `encode` does, made by all cores, without the places of the tokens."""
+    with _encoding():
+        return tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+
+
+@contextmanager
+def _encoding() -> Iterator[None]:
+    """Turn the error of the block, which encodes a text, into `RequestError`."""
     try:
         yield
     except Exception as error:

@@ -16,9 +16,9 @@ from jaxdist.cluster.consensus import check_alike, leader_first
 from jaxdist.cluster.heartbeat import AWAITING, READING, VALIDATING
 from jaxdist.cluster.job import Job
 from jaxdist.config import Config, NotFinite, RequestError
-from jaxdist.data.documents import paths_of
 from jaxdist.data.held_out import HeldOut, open_held_out
 from jaxdist.data.multiple_choice import NAMED, Question, Rows, results, rows_of, scored
+from jaxdist.data.paths import paths_of
 from jaxdist.output.units import rounded
 from jaxdist.training.console import Screen
 from jaxdist.training.data_progress import DataProgress

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
 from jaxdist.huggingface.chat_template import ChatTemplate, Message
-from jaxdist.huggingface.given_tokenizer import encoding
+from jaxdist.huggingface.given_tokenizer import ids_of
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.request.knobs import shown
 from jaxdist.training.continuation import Continuation, Ending
@@ -63,8 +63,7 @@ class Prompter:
         return Continuation(self._tokenizer, prompt, self._ending, answers=self._template is not None)
 
     def _encode(self, text: str) -> list[int]:
-        with encoding():
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids_of(self._tokenizer, text)
 
     def _checked(self, ids: list[int], what: str) -> list[int]:
         if len(ids) >= self._ending.sequence:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cached_property
 
 from jaxdist.config import RequestError
-from jaxdist.huggingface.given_tokenizer import encoding, largest_id, load_tokenizer
+from jaxdist.huggingface.given_tokenizer import ids_of, largest_id, load_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Params
 from jaxdist.planning import memory
@@ -41,8 +41,7 @@ class Samples:
         self.tokenizer = load_tokenizer(text)
         special = run.task.special_tokens or SpecialTokens()
         self.stops = special.stops
-        with encoding():
-            encoded = [self.tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in self.prompts]
+        encoded = [ids_of(self.tokenizer, prompt) for prompt in self.prompts]
         own = sum(special.has_own(ids) for ids in encoded)
         self.note = special.own_note(self.tokenizer, own, "prompt") if own else None
         """A sentence about how prompts were read, if there is one to tell."""

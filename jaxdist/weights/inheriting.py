@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from jaxdist.config import Config, RequestError
+from jaxdist.data.readers import holds_tokens
 from jaxdist.huggingface.folder import open_folder
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, read_tokenizer
 from jaxdist.huggingface.schema import TOKENIZER
@@ -55,7 +56,7 @@ def from_run(path: Path, config: Config) -> Config:
             )
         check_upcycling(config.model, theirs, source.path)
     data = config.data
-    if config.model.images or (data.path and data.path.suffix.lower() == ".bin"):
+    if config.model.images or holds_tokens(data.path):
         return config
     tokenizer = source.load_tokenizer()
     if not data.tokenizer:

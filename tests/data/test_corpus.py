@@ -8,8 +8,11 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data import corpus as corpus_module
-from jaxdist.data import documents, tokenizing
+from jaxdist.data import sources, token_store, tokenizing
 from jaxdist.data.corpus import ENDS, open_corpus
+from jaxdist.data.readers import python_library
+from jaxdist.data.readers.reader import Document
+from jaxdist.files import caches
 from tests.data.files import POEM, VOCAB, S, ids, lines, open_, save_tokenizer
 
 
@@ -100,7 +103,7 @@ def test_the_library_is_its_source_files_without_tests(tmp_path, monkeypatch):
     for name, text in {**files, **dict.fromkeys(not_ours, "no"), "_sysconfigdata_x.py": "no"}.items():
         (tmp_path / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "lib" / name).write_bytes(text.encode() * 30 + b"\xff" * (name == "b.py"))
-    monkeypatch.setattr(documents.os, "__file__", str(tmp_path / "lib" / "os.py"))
+    monkeypatch.setattr(python_library.os, "__file__", str(tmp_path / "lib" / "os.py"))
     corpus = open_(validation_fraction=0.5)
     assert decode(corpus, corpus.train) == "b = 2\n" * 30 + "\ufffd" + ENDS[0] + "import abc\n" * 30 + ENDS[0]
     assert decode(corpus, corpus.validation) == "xx = 1\n" * 30 + ENDS[0]
@@ -125,15 +128,15 @@ def test_large_vocabularies_are_uint32_and_a_short_text_says_so(write):
 
 def test_blocks_are_cut_at_line_ends_or_between_characters(write):
     path = write("a.txt", "日本語" * 400 + "\n" + POEM)
-    blocks = list(documents.Source("text", path, (path,)).documents(fraction=0.01))
+    blocks = list(sources.Source.of(path).documents(fraction=0.01))
     assert "".join(block.text for block in blocks) == path.read_text()
-    assert max(len(block.text.encode()) for block in blocks) <= 2 * documents.SMALLEST_BLOCK_BYTES + 4
+    assert max(len(block.text.encode()) for block in blocks) <= 2 * sources.SMALLEST_BLOCK_BYTES + 4
     assert all(block.text.endswith("\n") for block in blocks if "日本語日" not in block.text)
     assert [block.ends for block in blocks] == [False] * (len(blocks) - 1) + [True]
 
 
 def test_the_sample_is_bounded_and_evenly_spread():
-    stream = [(i % 10 == 9, documents.Document(f"{i:05}", True)) for i in range(1000)]
+    stream = [(i % 10 == 9, Document(f"{i:05}", True)) for i in range(1000)]
     sample = list(tokenizing._sample(iter(stream), 500, 5000))
     assert sum(map(len, sample)) <= 500
     numbers = [int(text) for text in sample]
@@ -172,7 +175,7 @@ def test_a_second_opening_reads_the_cache(write, monkeypatch):
     path = write("a.txt", POEM)
     first = open_(path=path)
     monkeypatch.setattr(corpus_module, "train_tokenizer", None)
-    monkeypatch.setattr(corpus_module, "write_parts", None)
+    monkeypatch.setattr(token_store, "write_parts", None)
     assert open_(path=path) == first
     moved = path.rename(path.with_name("b.txt"))
     assert open_(path=moved).fingerprint == first.fingerprint
@@ -218,25 +221,25 @@ def test_files_of_the_cache_that_were_cut_are_made_again(write, cache):
 
 def test_whoever_comes_second_uses_what_is_there(write, cache, monkeypatch):
     path = write("a.txt", POEM)
-    write_parts, first = corpus_module.write_parts, []
+    write_parts, first = token_store.write_parts, []
 
     def overtaken(*arguments):
-        monkeypatch.setattr(corpus_module, "write_parts", write_parts)
+        monkeypatch.setattr(token_store, "write_parts", write_parts)
         first.append(open_(path=path))
         return write_parts(*arguments)
 
-    monkeypatch.setattr(corpus_module, "write_parts", overtaken)
+    monkeypatch.setattr(token_store, "write_parts", overtaken)
     assert open_(path=path) == first[0]
     assert len(list(cache.iterdir())) == 1
 
 
 PROCESS = """
-import os, sys
+import json, os, sys
 from pathlib import Path
 from jaxdist.config import DataConfig
 from jaxdist.data import corpus
 if sys.argv[2] == "dies":
-    corpus.json.dumps, dumps = (lambda x: os._exit(9) if type(x) is dict else dumps(x)), corpus.json.dumps
+    json.dumps, dumps = (lambda x: os._exit(9) if type(x) is dict else dumps(x)), json.dumps
 print(corpus.open_corpus(DataConfig(path=Path(sys.argv[1])), 300, 16).fingerprint)
 """
 
@@ -263,13 +266,13 @@ def test_processes_that_race_or_die_leave_a_whole_cache(write, cache):
 
 def test_a_file_that_changes_while_it_is_read_is_not_cached(write, cache, monkeypatch):
     path = write("a.txt", POEM)
-    write_parts = corpus_module.write_parts
+    write_parts = token_store.write_parts
 
     def growing(*arguments):
         path.write_text(POEM + "more")
         return write_parts(*arguments)
 
-    monkeypatch.setattr(corpus_module, "write_parts", growing)
+    monkeypatch.setattr(token_store, "write_parts", growing)
     with pytest.raises(RequestError, match="changed while it was read"):
         open_(path=path)
     assert list(cache.iterdir()) == []
@@ -284,13 +287,13 @@ def test_a_cache_that_cannot_be_written_is_named(write, tmp_path, monkeypatch, f
 
 
 def test_where_the_cache_is(monkeypatch):
-    assert corpus_module.cache_folder().name == "cache"
+    assert caches.cache_folder().name == "cache"
     monkeypatch.delenv("JAXDIST_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert corpus_module.cache_folder() == Path("/x/jaxdist")
+    assert caches.cache_folder() == Path("/x/jaxdist")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
-    assert corpus_module.cache_folder() == Path("/home/me/.cache/jaxdist")
+    assert caches.cache_folder() == Path("/home/me/.cache/jaxdist")
 
 
 JSON_LINES = [f"text {i} of " + "abc " * i for i in range(20)]

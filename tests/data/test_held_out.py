@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.data.documents import BLOCK_BYTES
 from jaxdist.data.held_out import open_held_out
+from jaxdist.data.sources import BLOCK_BYTES
 from jaxdist.data.tokenizing import train_tokenizer
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.data import corpus as corpus_module
-from jaxdist.data import token_cache
+from jaxdist.data import token_cache, token_store
 from jaxdist.data.token_cache import ABOUT, PROGRESS, WRITER, Damaged, check, open_cache
 from tests.data.files import POEM, lines, open_
 
@@ -296,14 +295,14 @@ def test_what_is_whole_is_opened_where_nothing_can_be_written(made, monkeypatch)
 
 
 def test_a_text_that_vanishes_is_no_fault_of_the_cache(write, cache, monkeypatch):
-    path, write_parts = write("a.txt", POEM), corpus_module.write_parts
+    path, write_parts = write("a.txt", POEM), token_store.write_parts
 
     def vanishing(*arguments):
         count = write_parts(*arguments)
         path.unlink()
         return count
 
-    monkeypatch.setattr(corpus_module, "write_parts", vanishing)
+    monkeypatch.setattr(token_store, "write_parts", vanishing)
     with pytest.raises(RequestError, match=r"a.txt' cannot be read \(No such file"):
         open_(path=path)
     assert os.listdir(cache) == []

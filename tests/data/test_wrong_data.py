@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.data import documents
+from jaxdist.data.readers import python_library
 from tests.data.files import POEM, VOCAB, ids, lines, open_, save_tokenizer
 
 GOOD = lines("some text that is long enough for several rows " * 9, "more of it " * 20)
@@ -140,6 +140,6 @@ def test_mistakes_are_named_with_values_and_remedy(write, tmp_path, monkeypatch,
 
 
 def test_a_python_without_source_files_is_told_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents.os, "__file__", str(tmp_path / "os.py"))
+    monkeypatch.setattr(python_library.os, "__file__", str(tmp_path / "os.py"))
     with pytest.raises(RequestError, match=r"holds no source files.*set data.path"):
         open_()

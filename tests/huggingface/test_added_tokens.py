@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.data.corpus import digest
-from jaxdist.data.documents import Source
+from jaxdist.data.sources import Source
+from jaxdist.files import digest
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, load_tokenizer, read_tokenizer
 from jaxdist.huggingface.small_files import _same
 from tests.data.files import lines, open_
@@ -144,9 +144,9 @@ def test_a_run_that_began_without_these_tokens_goes_on_without_them(folder, tmp_
     # As versions before named it.
     bare = (GOLDEN / "gpt2" / "tokenizer.json").read_text()
     special = read_tokenizer(source).special
-    begun = digest(digest(Source("jsonl", path, (path,)).digest(), 0.25), bare, *special[:2])
+    begun = digest(digest(Source.of(path).digest(), 0.25), bare, *special[:2])
     if special.bos is None:
-        begun = digest(digest(Source("jsonl", path, (path,)).digest(), 0.25), bare)
+        begun = digest(digest(Source.of(path).digest(), 0.25), bare)
     before = open_(**knobs, begun=begun)
     assert (before.fingerprint, before.tokenizer) == (begun, bare)
     assert now.fingerprint != begun

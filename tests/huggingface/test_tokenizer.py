@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jaxdist import evaluate, generate, train
 from jaxdist.config import RequestError
-from jaxdist.data.corpus import digest
-from jaxdist.data.documents import Source
 from jaxdist.data.held_out import open_held_out
 from jaxdist.data.multiple_choice import Question, rows_of
+from jaxdist.data.sources import Source
+from jaxdist.files import digest
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens, to_json
 from jaxdist.training.continuation import Ending
@@ -301,7 +301,7 @@ def test_a_run_that_began_with_two_delimiters_goes_on_with_two(folder, tmp_path)
     knobs = dict(path=path, tokenizer=source, validation_fraction=0.25, vocab=32, sequence=4)
     once = open_(**knobs)
     # As versions before named it.
-    content = digest(Source("jsonl", path, (path,)).digest(), 0.25)
+    content = digest(Source.of(path).digest(), 0.25)
     begun = digest(content, (source / "tokenizer.json").read_text(), BOS, EOS)
     twice = open_(**knobs, begun=begun)
     assert twice.fingerprint == begun != once.fingerprint

@@ -1,33 +1,39 @@
-"""The forms of files that hold several documents: one reader a file, one row a form."""
+"""The forms of files that data.path takes: one reader a file, one row a form."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 
-from jaxdist.data.readers.document import Document, OnRead
-from jaxdist.data.readers.json_lines import json_lines
+from jaxdist.data.readers.json_lines import JSON_LINES
+from jaxdist.data.readers.plain_text import PLAIN_TEXT
+from jaxdist.data.readers.reader import Reader, TokenReader, reading
+from jaxdist.data.readers.uint16_tokens import UINT16_TOKENS
+
+READERS: tuple[Reader, ...] = (
+    UINT16_TOKENS,
+    JSON_LINES,
+    PLAIN_TEXT,
+)
+"""The first one that takes a file reads it. The last one takes all files."""
 
 
-@dataclass(frozen=True)
-class Form:
-    """A form of files."""
+def reader_of(path: Path) -> Reader:
+    """Return the reader of a file."""
+    with reading(path):
+        return next(reader for reader in READERS if reader.takes(path))
 
-    name: str
-    """As messages call it."""
-    documents: Callable[[BufferedReader, Path, OnRead], Iterator[Document]]
-    """Yields the documents of an open file in little memory. The path is for messages.
 
-    Raises `RequestError` that names the line of an error.
+def reader_before(path: Path) -> Reader:
+    """Return the reader that earlier versions took for a file.
+
+    Of all names, .jsonl alone held JSON lines.
     """
+    reader = reader_of(path)
+    if reader == JSON_LINES and path.suffix.lower() != ".jsonl":
+        return PLAIN_TEXT
+    return reader
 
 
-FORMS = {
-    "jsonl": Form("JSON lines", json_lines),
-}
-"""The forms by the ending of their files, in small letters."""
-
-ENDINGS = {**{ending: ending for ending in FORMS}, "ndjson": "jsonl"}
-"""The key of `FORMS` by the ending of a file. A .json may hold JSON lines too, or anything else."""
+def holds_tokens(path: Path | None) -> bool:
+    """Return whether a file of data holds tokens, so that no tokenizer is needed to read it."""
+    return any(reader.takes(path) for reader in READERS if path and isinstance(reader, TokenReader))

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from io import BufferedReader
 from pathlib import Path
 
 from jaxdist.config import RequestError
-from jaxdist.data.readers.document import Document, OnRead
+from jaxdist.data.readers.reader import Document, OpenFile, TextReader
 from jaxdist.files.json_files import is_unicode
 
 MARK = b"\xef\xbb\xbf"
@@ -22,6 +21,9 @@ LINE = json.JSONDecoder(parse_int=float)
 
 KINDS = {type(None): "null", bool: "true or false", float: "a number", str: "a text", list: "a list", dict: "an object"}
 
+ENDINGS = (".jsonl", ".ndjson")
+"""Endings of JSON lines. A .json may hold them too, or anything else."""
+
 LONGEST_FIRST = 1 << 20
 """Bytes of the first line of a .json that is looked at."""
 
@@ -29,14 +31,14 @@ NAMED = 5
 """Keys that a sentence names at most."""
 
 
-def json_lines(file: BufferedReader, path: Path, on_read: OnRead) -> Iterator[Document]:
+def json_lines(opened: OpenFile) -> Iterator[Document]:
     """Yield a document per line, skipping blank lines and empty texts. Needs the memory of the longest line."""
-    for number, line in enumerate(file, start=1):
-        on_read(len(line))
+    for number, line in enumerate(opened.file, start=1):
+        opened.on_read(len(line))
         line = line.removeprefix(MARK)
         if not line.strip():
             continue
-        text = _text_of_line(line, f"line {number} of '{path}'")
+        text = _text_of_line(line, f"line {number} of '{opened.path}'")
         if text:
             yield Document(text, True)
 
@@ -72,8 +74,13 @@ def _text_of_line(line: bytes, where: str) -> str:
     return text
 
 
-def holds_lines(path: Path) -> bool:
-    """Return whether a file begins with a line of JSON lines, as one that is called .json may. Raises `OSError`."""
+def _takes(path: Path) -> bool:
+    """Return whether a file is called .jsonl or .ndjson, or is called .json and begins with such a line."""
+    ending = path.suffix.lower()
+    return ending in ENDINGS or (ending == ".json" and path.is_file() and _holds_lines(path))
+
+
+def _holds_lines(path: Path) -> bool:
     with path.open("rb") as file:
         line = file.readline(LONGEST_FIRST)
     try:
@@ -81,3 +88,6 @@ def holds_lines(path: Path) -> bool:
     except RequestError:
         return False
     return True
+
+
+JSON_LINES = TextReader("jsonl", "JSON lines", _takes, json_lines)

@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import DataConfig
-from jaxdist.data.documents import open_sources, split
+from jaxdist.data.paths import open_sources
 
 CONTEXT = 8
 BYTES = 256
@@ -97,9 +97,8 @@ def part(name: str) -> slice:
 @cache
 def text() -> tuple[np.ndarray, np.ndarray]:
     """Return the bytes to train on, and the held-out bytes; whole files are held out."""
-    source, _ = open_sources(DataConfig())
     parts: dict[bool, list[bytes]] = {False: [], True: []}
-    for held_out, document in islice(split(source, None, HELD_OUT), FILES):
+    for held_out, document in islice(open_sources(DataConfig(validation_fraction=HELD_OUT)).split(), FILES):
         parts[held_out].append(document.text.encode())
     train, held_out = (np.frombuffer(b"".join(parts[part]), np.uint8) for part in (False, True))
     return train, held_out

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxdist.config import Config, RequestError
+from jaxdist.data.readers import holds_tokens
 from jaxdist.request.checks.registry import check
 from jaxdist.weights.named import model_folder, needs_tokenizer
 
@@ -24,7 +25,7 @@ def _files(config: Config) -> Iterator[str]:
         return
 
     # This module reads only the first bytes of the files, and does not import numpy.
-    from jaxdist.data.documents import open_sources
+    from jaxdist.data.paths import open_sources
 
     try:
         open_sources(config.data)
@@ -35,7 +36,7 @@ def _files(config: Config) -> Iterator[str]:
 @check("model.family", "model.documents", "data.path", "data.tokenizer")
 def _documents(config: Config) -> Iterator[str]:
     data = config.data
-    if config.model.documents == "apart" and not data.tokenizer and data.path and data.path.suffix.lower() == ".bin":
+    if config.model.documents == "apart" and not data.tokenizer and holds_tokens(data.path):
         yield (
             f"model.documents is apart, but nothing says which token of '{data.path}' ends a document; give its "
             "data.tokenizer, or set model.documents to joined"
@@ -59,8 +60,7 @@ def _vocab(config: Config) -> Iterator[str]:
 
 
 def _trains_tokenizer(config: Config) -> bool:
-    tokenized = config.data.path is not None and config.data.path.suffix.lower() == ".bin"
-    return not config.data.tokenizer and not tokenized
+    return not config.data.tokenizer and not holds_tokens(config.data.path)
 
 
 @check("run_dir")

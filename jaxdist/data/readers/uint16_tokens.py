@@ -1,17 +1,20 @@
-"""Check that a user's `.bin` looks like headerless little-endian uint16 tokens before it is used as such."""
+"""Read a `.bin` of headerless little-endian uint16 tokens, after a check that it looks like one."""
 
 from __future__ import annotations
 
 import codecs
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-from jaxtyping import UInt16
+from jaxdist.data.readers.reader import OnRead, TokenReader, unseen
 
-from jaxdist.data.tokens import Tokens
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import UInt16
+
+    from jaxdist.data.tokens import Tokens
 
 IDS = 1 << 16
 """Number of ids that uint16 can hold."""
@@ -32,12 +35,14 @@ REMEDY = (
 )
 
 
-def problem(path: Path, vocab: int, entries: int | None, on_read: Callable[[int], None] | None = None) -> str | None:
+def problem(path: Path, vocab: int, entries: int | None, on_read: OnRead = unseen) -> str | None:
     """Return why the file is not accepted as uint16 tokens of a model with `vocab` ids, or None if it is.
 
     `entries` is the number of ids of its tokenizer, None if none is given. The first 2 MiB are examined and, if nothing
     is wrong there, the whole file; `on_read` is then called with the numbers of bytes read. Raises `OSError`.
     """
+    import numpy as np
+
     size = path.stat().st_size
     if size % 2:
         return f"'{path}' is cut short: {size} bytes are not a whole number of uint16 tokens; copy it again"
@@ -50,7 +55,7 @@ def problem(path: Path, vocab: int, entries: int | None, on_read: Callable[[int]
     if _is_text(values.tobytes()):
         return f"'{path}' holds text and no tokens; name it .txt, or .jsonl where each line is a JSON object"
     # This check comes last, because it reads the whole file.
-    largest = Tokens.open(path, "uint16").largest(on_read)
+    largest = _open(path).largest(on_read)
     if largest >= vocab:
         return _too_large(path, vocab, largest, values)
     return None
@@ -78,6 +83,8 @@ def _wider(values: UInt16[np.ndarray, " n"], vocab: int) -> str | None:
 
     They do if the upper halves are almost zero and the lower halves are not.
     """
+    import numpy as np
+
     if values.size < FEWEST:
         return None
     # The upper half of an id below `vocab` is below vocab / 65,536. It comes second in a little-endian file and first
@@ -106,3 +113,16 @@ def _is_text(start: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def _open(path: Path) -> Tokens:
+    from jaxdist.data.tokens import Tokens
+
+    return Tokens.open(path, "uint16")
+
+
+def _takes(path: Path) -> bool:
+    return path.suffix.lower() == ".bin"
+
+
+UINT16_TOKENS = TokenReader("bin", "tokens (.bin)", _takes, problem, _open)

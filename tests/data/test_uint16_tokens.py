@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.data import token_files
+from jaxdist.data.readers import uint16_tokens
 from tests.data.files import POEM, ids, lines, open_, save_tokenizer
 
 RANDOM = np.random.default_rng(0)
@@ -15,7 +15,7 @@ def tokens(count: int, vocab: int) -> np.ndarray:
 
 
 def problem(write, content, vocab=1 << 16, entries=None) -> str | None:
-    return token_files.problem(write("a.bin", content), vocab, entries)
+    return uint16_tokens.problem(write("a.bin", content), vocab, entries)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_the_bound_grows_with_the_vocabulary(write):
 
 
 def test_only_the_first_values_are_looked_at_for_it(write):
-    values = np.array([500, 0] * (token_files.LOOKED_AT // 2) + [500, 500], "<u2")
+    values = np.array([500, 0] * (uint16_tokens.LOOKED_AT // 2) + [500, 500], "<u2")
     assert "first 1048576 values" in problem(write, values.tobytes())
-    values[token_files.LOOKED_AT - 1] = 500
+    values[uint16_tokens.LOOKED_AT - 1] = 500
     assert problem(write, values.tobytes()) is None
 
 

@@ -1,0 +1,48 @@
+"""Read a file of any other form as one text in UTF-8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxdist.config import RequestError
+from jaxdist.data.readers.reader import Document, OpenFile, TextReader
+
+
+def blocks(opened: OpenFile) -> Iterator[Document]:
+    """Yield blocks of about `opened.block` bytes cut at line ends; a longer line is cut between two characters."""
+    file, path, on_read, size = opened
+    place = 0
+    block = file.read(size)
+    while block:
+        if not block.endswith(b"\n"):
+            block += file.readline(size)
+        following = file.peek(1)[:1]
+        # Bytes 0x80 to 0xbf continue a UTF-8 character, so the block must not end before one.
+        while following and b"\x80" <= following <= b"\xbf" and len(block) < 2 * size + 4:
+            block += file.read(1)
+            following = file.peek(1)[:1]
+        try:
+            yield Document(block.decode("utf-8"), ends=not following, begins=place == 0)
+        except UnicodeDecodeError as error:
+            raise RequestError(
+                f"'{path}' is not utf-8 text (byte {place + error.start + 1} is {block[error.start]:#04x}); convert "
+                "it, or name it .bin if it holds uint16 tokens"
+            ) from error
+        place += len(block)
+        on_read(len(block))
+        block = file.read(size)
+
+
+def _describe(root: Path, documents: int) -> str:
+    """Name the file. Whoever gives JSON may expect that its texts are read."""
+    if root.suffix.lower() == ".json":
+        return f'{root} (as plain text: its first line is no JSON object with a string "text")'
+    return str(root)
+
+
+def _any(path: Path) -> bool:
+    return True
+
+
+PLAIN_TEXT = TextReader("text", "plain text", _any, blocks, describe=_describe)

@@ -1,0 +1,103 @@
+"""What a reader is: how files of one form are recognised, and what they yield."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxdist.config import RequestError
+
+if TYPE_CHECKING:
+    from jaxdist.data.tokens import Tokens
+
+OnRead = Callable[[int], None]
+"""Is called with the numbers of bytes as they are read."""
+
+
+def unseen(count: int) -> None:
+    """Ignore the bytes that are read."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an `OSError` from reading the data at `path` into a `RequestError`."""
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(f"'{path}' cannot be read ({error.strerror or error}); make it readable") from error
+
+
+class Document(NamedTuple):
+    """A document, or a piece of one."""
+
+    text: str
+    ends: bool
+    """Whether the document ends here, so that an end-of-text token follows."""
+    begins: bool = True
+    """Whether the document begins here, so that a BOS token precedes where the tokenizer has one."""
+
+
+class OpenFile(NamedTuple):
+    """A file that is open at its start, and how to read it."""
+
+    file: BufferedReader
+    path: Path
+    """For messages."""
+    on_read: OnRead
+    block: int
+    """Bytes of the pieces into which a reader cuts a text that does not say where its documents end."""
+
+
+def the_file(path: Path) -> tuple[Path, ...]:
+    """Return the one file of a path that is no folder."""
+    return (path,)
+
+
+def count_documents(root: Path, documents: int) -> str:
+    """Describe data by the number of their documents."""
+    return f"{root}, {documents} documents"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A form of files. Nothing here may import numpy before a file is read: requests are checked without it."""
+
+    key: str
+    """Its name in fingerprints and in the cache: with another key, runs do not find their data again."""
+    name: str
+    """What messages call it."""
+    takes: Callable[[Path], bool]
+    """Returns whether a file is of this form, by its ending or its content. The file may be absent, or a folder.
+
+    Raises `OSError`.
+    """
+
+
+@dataclass(frozen=True)
+class TextReader(Reader):
+    """A form of files that hold text."""
+
+    documents: Callable[[OpenFile], Iterator[Document]]
+    """Yields the documents of a file in little memory. Raises `RequestError` with the line or the byte of an error."""
+    files: Callable[[Path], tuple[Path, ...]] = the_file
+    """Returns the files to read at a path that it takes, in order: several where that is a folder."""
+    describe: Callable[[Path, int], str] = count_documents
+    """Returns what the summary calls the data, from their path and the number of their documents."""
+
+
+@dataclass(frozen=True)
+class TokenReader(Reader):
+    """A form of files that hold token ids, which are used in place."""
+
+    problem: Callable[[Path, int, int | None, OnRead], str | None]
+    """Returns why a file is not accepted, or None if it is. Raises `OSError`.
+
+    Takes the file, the ids of the model, the ids of its tokenizer (None without one), and what to call with the
+    numbers of bytes read.
+    """
+    open: Callable[[Path], Tokens]
+    """Returns the tokens of a file that has no problem. Nothing is read before they are asked for."""
