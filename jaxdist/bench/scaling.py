@@ -133,8 +133,7 @@ def _problems(config: Config, mode: str, counts: Sequence[int], stages: Sequence
             f"mesh out, or measure that one mesh with bench step"
         )
     # Check the highest stage, which uses every knob that a lower one uses.
-    highest = config.parallel.model_copy(update={"zero": max(stages)})
-    staged = config.model_copy(update={"parallel": highest})
+    staged = config.with_knobs({"parallel.zero": max(stages)})
     name = "parallel.micro_batches"
     good = (name, "parallel.zero", "mesh", "train.accumulation")
     yield from refusals(staged, [name], [name], good).values()

@@ -49,12 +49,7 @@ class Study:
         size = self.config.train.global_batch_size
         if self.mode == "weak":
             size *= count
-        update = {
-            "mesh": f"{count}x1x1",
-            "parallel": self.config.parallel.model_copy(update={"zero": stage}),
-            "train": self.config.train.model_copy(update={"global_batch_size": size}),
-        }
-        return self.config.model_copy(update=update)
+        return self.config.with_knobs({"mesh": f"{count}x1x1", "parallel.zero": stage, "train.global_batch_size": size})
 
 
 def measure(study: Study, note: Note = ignore) -> dict[str, Any] | None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -311,9 +311,16 @@ class Config(Section):
         assert self.run_dir is not None
         return self.run_dir
 
-    def with_knobs(self, section: str, **values: object) -> Config:
-        """Return the configuration with these values of knobs of a section."""
-        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+    def with_knobs(self, values: Mapping[str, object]) -> Config:
+        """Return the configuration with these values of knobs, by name as in `leaves`. They are not checked."""
+        update: dict[str, Any] = {}
+        for name, value in values.items():
+            section, _, knob = name.rpartition(".")
+            if section:
+                update[section] = update.get(section, getattr(self, section)).model_copy(update={knob: value})
+            else:
+                update[name] = value
+        return self.model_copy(update=update)
 
     def with_precision(self, cpu: bool) -> Config:
         """Return the configuration with the precision that `auto` stands for on CPUs, or else on GPUs."""

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxdist.config import Config
+from jaxdist.config import Config, leaves
 from jaxdist.mesh import REPLICA
 
-SECTIONS = {
-    "parallel": ("gradient_compression", "compression_density", "compression_rank", "delayed_gradients"),
-    "train": ("local_steps",),
-    "optimizer": ("outer_rate", "outer_momentum"),
-}
-"""The knobs that choose what crosses the replicas, by their sections: with other values the loss is another."""
-
-KNOBS = tuple(f"{section}.{name}" for section, names in SECTIONS.items() for name in names)
-"""The same by their dotted names."""
+KNOBS = (
+    "parallel.gradient_compression",
+    "parallel.compression_density",
+    "parallel.compression_rank",
+    "parallel.delayed_gradients",
+    "train.local_steps",
+    "optimizer.outer_rate",
+    "optimizer.outer_momentum",
+)
+"""The knobs that choose what crosses the replicas: with other values the loss is another."""
 
 
 @dataclass(frozen=True)
@@ -340,13 +341,14 @@ def asked(config: Config) -> CrossingTraits:
 
 
 def exact(config: Config) -> Config:
-    """Return `config` with the loss of one device: all knobs of `SECTIONS` have their defaults."""
-    update = {}
-    for section, names in SECTIONS.items():
-        knobs = getattr(config, section)
-        defaults = {name: type(knobs).model_fields[name].default for name in names}
-        update[section] = knobs.model_copy(update=defaults)
-    return config.model_copy(update=update)
+    """Return `config` with the loss of one device: all of `KNOBS` have their defaults."""
+    return as_in(config, Config())
+
+
+def as_in(config: Config, other: Config) -> Config:
+    """Return `config` with the values of `KNOBS` in another one."""
+    values = leaves(other)
+    return config.with_knobs({name: values[name] for name in KNOBS})
 
 
 def in_force(config: Config, shape: Mapping[str, int]) -> str:

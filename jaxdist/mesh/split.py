@@ -85,6 +85,10 @@ class Split:
         """Return the split of the same configuration over a mesh in which these axes have other sizes."""
         return replace(self, shape={**self.shape, **sizes})
 
+    def with_knobs(self, values: Mapping[str, object]) -> Split:
+        """Return the split of the configuration with these values of knobs over the same mesh."""
+        return replace(self, config=self.config.with_knobs(values))
+
     @property
     def pipelined(self) -> bool:
         """Whether the layers are stages of a pipeline."""
@@ -204,12 +208,10 @@ class Split:
     @property
     def of_one_replica(self) -> Split:
         """What each replica computes by itself: its devices, and its rows of the batch."""
-        train = self.config.train
-        rows = train.global_batch_size // self.size(REPLICA)
+        rows = self.config.train.global_batch_size // self.size(REPLICA)
         shape = {**self.shape, REPLICA: 1}
         mesh = ",".join(f"{axis}={size}" for axis, size in shape.items())
-        train = train.model_copy(update={"global_batch_size": rows})
-        return Split(self.config.model_copy(update={"mesh": mesh, "train": train}), shape)
+        return Split(self.config.with_knobs({"mesh": mesh, "train.global_batch_size": rows}), shape)
 
 
 def why_whole_on_replicas(split: Split) -> str:

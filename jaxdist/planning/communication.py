@@ -78,8 +78,7 @@ def compression_that_costs(sharded: ShardedModel) -> str:
     crossing = sum(math.prod(p.shard) for p in parameters if p.place.deferred and p.trained)
     sent = []
     for name in (rule, "bfloat16"):
-        parallel = config.parallel.model_copy(update={"gradient_compression": name})
-        asked = config.model_copy(update={"parallel": parallel})
+        asked = config.with_knobs({"parallel.gradient_compression": name})
         found = [one for p in parameters for one in between_replicas(asked, p, layout)]
         sent.append(sum(one.wire_bytes for one in found if one.axes == (REPLICA,)))
     if not crossing or sent[0] <= sent[1]:

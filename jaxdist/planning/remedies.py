@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxdist.config import Config, RequestError
+from jaxdist.config import RequestError
 from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, ZERO_AXES, abstract_mesh, describe
 from jaxdist.mesh.context import SHORTEST_PART
 from jaxdist.mesh.split import Split
@@ -49,7 +49,7 @@ def fitting(sharded: ShardedModel, room: float) -> list[str]:
     now = memory.predict(sharded).total
     saving = []
     for change in _changes(sharded.split):
-        total = memory.predict(sharded.asked(_with(sharded.config, *change))).total
+        total = memory.predict(sharded.with_knobs(dict([change]))).total
         if total < now:
             saving.append((total, _to(change), change))
     # By the memory that the step would need, and by name where that is equal.
@@ -71,7 +71,7 @@ def _together(sharded: ShardedModel, room: float, changes: Sequence[Change]) -> 
     taken: list[Change] = []
     total = memory.predict(sharded).total
     for name, value in changes:
-        changed = sharded.asked(_with(sharded.config, name, value))
+        changed = sharded.with_knobs({name: value})
         smaller = memory.predict(changed).total
         if smaller >= total or name in dict(taken):
             continue
@@ -97,7 +97,7 @@ def _parts_for_rows(sharded: ShardedModel, room: float) -> list[str]:
         if config.model.images or not knob or config.model.sequence < SHORTEST_PART * context:
             return []
         more = times * split.micro_batches
-        other = Split(_with(config, knob, more), {**split.shape, DATA: data // times, CONTEXT: context})
+        other = split.with_knobs({knob: more}).on(**{DATA: data // times, CONTEXT: context})
         found = _on_mesh(sharded, other, room, f" with {_to((knob, more))}")
         if found:
             return found
@@ -211,9 +211,3 @@ def _micro_batches_knob(split: Split) -> str:
     if not split.pipelined:
         return "train.accumulation"
     return "pipeline.microbatches" if split.flush else ""
-
-
-def _with(config: Config, name: str, value: object) -> Config:
-    """Return `config` with one knob changed."""
-    section, _, field = name.partition(".")
-    return config.model_copy(update={section: getattr(config, section).model_copy(update={field: value})})

@@ -398,9 +398,7 @@ class OuterReport(Report):
 
 def of_local_step(split: Split) -> Split:
     """Return the split of a local step: that of one replica, as if there were no others."""
-    one = split.of_one_replica
-    train = one.config.train.model_copy(update={"local_steps": 0})
-    return replace(one, config=one.config.model_copy(update={"train": train}))
+    return split.of_one_replica.with_knobs({"train.local_steps": 0})
 
 
 def compiled_json(one: Collective) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -57,9 +58,9 @@ class ShardedModel:
         """What each replica computes by itself."""
         return ShardedModel(self.split.of_one_replica, self.model, self.layout.without(REPLICA))
 
-    def asked(self, config: Config) -> ShardedModel:
-        """Return the same model on the same mesh, for a configuration that changes the layout of neither."""
-        return replace(self, split=replace(self.split, config=config))
+    def with_knobs(self, values: Mapping[str, object]) -> ShardedModel:
+        """Return the same model on the same mesh, with these values of knobs that change the layout of neither."""
+        return replace(self, split=self.split.with_knobs(values))
 
 
 # The candidates of a search lay out one model, and many of them alike.

@@ -102,4 +102,4 @@ def as_asked(config: Config) -> Config:
     """
     if config.data.tokenizer != config.folder / KEPT:
         return config
-    return config.with_knobs("data", tokenizer=config.init_from)
+    return config.with_knobs({"data.tokenizer": config.init_from})

@@ -104,13 +104,13 @@ def _continuing(folder: RunFolder, config: Config, steps: list[int]) -> Config:
     if config.precision == "auto":
         config = config.model_copy(update={"precision": old.precision})
     if config.init_from and not config.data.tokenizer:
-        config = config.with_knobs("data", tokenizer=old.data.tokenizer)
+        config = config.with_knobs({"data.tokenizer": old.data.tokenizer})
     from_step = int(config.resume) if config.resume.isdecimal() else max(steps)
     asked = as_asked(config)
     longer = lengthened(old, asked, from_step)
     if longer:
         folder.notes.append(longer)
-        return config.with_knobs("optimizer", warmup=old.optimizer.warmup)
+        return config.with_knobs({"optimizer.warmup": old.optimizer.warmup})
     if differing(old, asked):
         raise RequestError(f"run folder {folder.path} holds a run with another config: {refusal(old, asked)}")
     return config

@@ -38,7 +38,7 @@ def restore(
     source = stored_at(config.folder)
     source.check_step(which)
     # The optimizer state, which may rest in the host's memory, is not read.
-    run = Run(config.with_knobs("parallel", offload="none"), batch=batch)
+    run = Run(config.with_knobs({"parallel.offload": "none"}), batch=batch)
     check_computes(run.mesh)
     check(run)
     with jax.set_mesh(run.mesh):

@@ -58,8 +58,7 @@ class TextTask(Task[Model]):
     def keep(self, path: Path) -> None:
         """Tokenize the data with the tokenizer at `path`, whose ids the weights know."""
         if path.exists():
-            kept = self.config.data.model_copy(update={"tokenizer": path})
-            self.data = self._open(kept)
+            self.data = self._open(self.config.with_knobs({"data.tokenizer": path}).data)
 
     def _open(self, data: DataConfig) -> Corpus:
         model = self.config.model

@@ -60,7 +60,7 @@ def from_run(path: Path, config: Config) -> Config:
         return config
     tokenizer = source.load_tokenizer()
     if not data.tokenizer:
-        return config.with_knobs("data", tokenizer=source.tokenizer_source)
+        return config.with_knobs({"data.tokenizer": source.tokenizer_source})
     _check_same(data.tokenizer, tokenizer, source.path)
     return config
 

@@ -97,7 +97,7 @@ def large(mesh: str, **of):
     of = LARGE | of
     length = of.pop("sequence_length")
     asked = config(mesh, **of)
-    return asked.model_copy(update={"model": asked.model.model_copy(update={"sequence": length})})
+    return asked.with_knobs({"model.sequence": length})
 
 
 TEMPORARY = [

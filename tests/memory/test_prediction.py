@@ -193,7 +193,7 @@ def on_eight(zero: int, accumulation: int, remat: str = "none", micro_batches: s
     layout = Layout((("data", 8),), "cpu", (("batch", ("data",)),))
     sizes = MODEL.model_copy(update={"remat": remat})
     c = config("8x1x1", "bfloat16", zero, model=sizes, global_batch_size=64, accumulation=accumulation)
-    c = c.model_copy(update={"parallel": c.parallel.model_copy(update={"micro_batches": micro_batches})})
+    c = c.with_knobs({"parallel.micro_batches": micro_batches})
     return memory.predict(sharded_by(c, models.build(sizes, layout), layout))
 
 
@@ -227,7 +227,7 @@ def test_a_device_of_a_wider_context_holds_what_its_own_tokens_need(form):
             update={"family": "llama", "mlp": 64, "sequence": 256 * ranks, "heads": 8, "head_dim": 8}
         )
         c = config(f"context={ranks}", "bfloat16", 0, model=sizes, accumulation=1)
-        c = c.model_copy(update={"parallel": c.parallel.model_copy(update={"context": form})})
+        c = c.with_knobs({"parallel.context": form})
         layout = Layout.of(Split(c, parse_mesh(c.mesh)), abstract_mesh(parse_mesh(c.mesh)), GPUS["h100"])
         return memory.predict(sharded_by(c, models.build(sizes, layout), layout))
 

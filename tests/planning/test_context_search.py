@@ -120,7 +120,7 @@ def test_candidates_with_context_are_requests_that_train_takes(few):
 
 def test_ranks_that_branch_exchange_heads_or_do_not_split_rows(few):
     """6 heads divide over 2 devices; over 4 of them, and over 2 x 2, a ring would be needed."""
-    config = few[0].model_copy(update={"model": few[0].model.model_copy(update={"heads": 6})})
+    config = few[0].with_knobs({"model.heads": 6})
     columns = candidates(config, meshes(config, 8))
     branching = columns["schedule"] == SCHEDULES.index("zb-h1")
     other = (columns[PIPELINE] > 1) & ~branching

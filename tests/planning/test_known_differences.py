@@ -163,7 +163,7 @@ def test_stages_of_one_layer_may_gather_the_stream_less_often():
     new = faked(config, jax="0.12.0.1", gpu="h100", less={gathers: saved})
     assert new.known.keys() == {gathers}
     assert faked(config, jax="0.12.0.1", gpu="h100", less={gathers: saved - 64}).unknown != []
-    deeper = config.model_copy(update={"model": config.model.model_copy(update={"layers": 4})})
+    deeper = config.with_knobs({"model.layers": 4})
     assert faked(deeper, jax="0.12.0.1", gpu="h100", less={gathers: saved}).unknown != []
 
 

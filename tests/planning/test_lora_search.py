@@ -92,7 +92,7 @@ def test_a_step_without_gradients_of_frozen_weights_takes_less_than_a_whole_one(
 
 def test_a_frozen_router_and_frozen_experts_have_no_gradients():
     whole = load("mixtral_8x7b", {"precision": "bfloat16", "mesh": "1x1x1", "train.global_batch_size": "1"})
-    adapted = whole.model_copy(update={"model": whole.model.model_copy(update={"lora_rank": 16})})
+    adapted = whole.with_knobs({"model.lora_rank": 16})
     assert flops_of_padding(adapted.model, 1.5) / flops_of_padding(whole.model, 1.5) == pytest.approx(4 / 6)
     times = dict(tokens=4096, parts=1, saved=0, stashed=0, recomputes_attention=False, recomputes_all=False)
     *_, of_weights = layer_times(adapted, CLUSTER, **times)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxdist import models, train
-from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RequestError, TrainConfig
+from jaxdist.config import Config, ModelConfig, ParallelConfig, RequestError, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.planning import layout_notes, memory, parameter_layout
@@ -220,13 +220,13 @@ def test_replicas_split_the_dim_of_data_where_both_divide_it_and_another_elsewhe
     ("mesh", "zero", "changes", "why"),
     [
         ("replica=2,data=2", 0, {}, "ZeRO 0 splits no state"),
-        ("replica=2,data=2,pipeline=2", 1, {"pipeline": PipelineConfig(schedule="pipedream")}, "PipeDream updates"),
+        ("replica=2,data=2,pipeline=2", 1, {"pipeline.schedule": "pipedream"}, "PipeDream updates"),
         ("replica=5", 1, {}, "no parameter has a dim that replica=5 divides"),
     ],
 )
 def test_a_note_says_why_replicas_split_nothing(mesh, zero, changes, why):
     plan = Plan(mesh, zero, rows=80)
-    sharded = plan.sharded.asked(plan.config.model_copy(update=changes))
+    sharded = plan.sharded.with_knobs(changes)
     (note,) = (one for one in layout_notes.notes(sharded) if "replica_zero" in one)
     assert note.startswith("each replica holds all masters and moments")
     assert why in note

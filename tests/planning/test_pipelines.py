@@ -126,7 +126,7 @@ def test_remedies_know_micro_batches_and_stages():
     assert changes == {
         "model.remat": "stage", "pipeline.schedule": "1f1b", "parallel.zero": 3, "pipeline.microbatches": 4
     }  # fmt: skip
-    tried = [remedies._with(one, *change) for change in remedies._changes(sharded.split)]
+    tried = [one.with_knobs(dict([change])) for change in remedies._changes(sharded.split)]
     assert [problem for other in tried for problem in problems(other, KNOBS)] == []
     told = remedies.fitting(sharded, memory.predict(sharded).total)
     assert all(units.size(memory.predict(sharded).total) not in line for line in told)

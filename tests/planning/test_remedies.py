@@ -73,7 +73,8 @@ def test_what_is_tried_is_legal(family):
     train, parallel = TrainConfig(global_batch_size=32, accumulation=2), ParallelConfig(zero=2)
     config = Config(run_dir="run", mesh="4x1x1", model=ModelConfig(family=family), parallel=parallel, train=train)
     assert problems(config, KNOBS) == []
-    tried = [remedies._with(config, *change) for change in remedies._changes(Split(config, dict(laid(config).axes)))]
+    split = Split(config, dict(laid(config).axes))
+    tried = [config.with_knobs(dict([change])) for change in remedies._changes(split)]
     assert [problem for one in tried for problem in problems(one, KNOBS)] == []
     assert len(tried) == (4 if family == "gpt" else 2)
 
@@ -100,7 +101,7 @@ def predicted(**asked: str) -> int:
 def load_differently(config: Config, asked: dict[str, object]) -> Config:
     for name, value in asked.items():
         knob = name.replace("__", ".")
-        config = remedies._with(config, knob, value) if "." in knob else config.model_copy(update={knob: value})
+        config = config.with_knobs({knob: value})
     return config
 
 

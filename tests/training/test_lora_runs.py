@@ -75,7 +75,7 @@ def first_loss(config: Config) -> float:
 
 def test_before_the_first_step_the_loss_is_that_of_the_base(beside):
     adapted = load("run/config.toml", {"mesh": "1x2x1"})
-    dense = adapted.model_copy(update={"model": adapted.model.model_copy(update={"lora_rank": 0})})
+    dense = adapted.with_knobs({"model.lora_rank": 0})
     assert first_loss(adapted) == pytest.approx(first_loss(dense), rel=1e-6)
 
 

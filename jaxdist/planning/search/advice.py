@@ -80,7 +80,7 @@ def _batches(config: Config, devices: int, where: Cluster) -> list[int]:
     while unit <= 2 * max(batch, devices):
         found = []
         for size in multiples(unit, batch):
-            if fits(_with(config, "train", global_batch_size=size), devices, where):
+            if fits(config.with_knobs({"train.global_batch_size": size}), devices, where):
                 found.append(size)
         if found:
             return found
@@ -112,15 +112,10 @@ def _shorter_rows(config: Config, devices: int, where: Cluster) -> str:
     """Return the longest rows that fit among a half, a quarter, ... of the rows of `config`."""
     length = config.model.sequence // 2
     # Where the shortest rows do not fit, those between need not be tried.
-    if length < SHORTEST or not fits(_with(config, "model", sequence=SHORTEST), devices, where):
+    if length < SHORTEST or not fits(config.with_knobs({"model.sequence": SHORTEST}), devices, where):
         return ""
     while length >= SHORTEST:
-        if fits(_with(config, "model", sequence=length), devices, where):
+        if fits(config.with_knobs({"model.sequence": length}), devices, where):
             return f"--model.sequence {length}"
         length //= 2
     return ""
-
-
-def _with(config: Config, section: str, **values: int) -> Config:
-    """Return `config` with other values in one section."""
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

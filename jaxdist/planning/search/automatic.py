@@ -44,12 +44,7 @@ def chosen(plan: Plan) -> Config:
     The plan leaves it out where it has no replicas. A run must not: it refuses, or if it resumes it has it in force
     again when it gets replicas.
     """
-    config = plan.ranked[0].config
-    update = {}
-    for section, names in crossing.SECTIONS.items():
-        given = {name: getattr(getattr(plan.config, section), name) for name in names}
-        update[section] = getattr(config, section).model_copy(update=given)
-    return config.model_copy(update=update)
+    return crossing.as_in(plan.ranked[0].config, plan.config)
 
 
 def cluster_of(found: Found) -> Cluster:

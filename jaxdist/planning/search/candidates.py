@@ -115,17 +115,17 @@ def _mesh_problems(neutral: Config, shape: MeshShape) -> list[str]:
 
 def neutral_config(config: Config) -> Config:
     """Return `config` with defaults for everything that a candidate decides."""
-    defaults = Config()
-    parallel = dict(
-        zero=0, sequence=False, context="auto", micro_batches=defaults.parallel.micro_batches, offload="none"
-    )
-    return config.model_copy(
-        update=dict(
-            parallel=config.parallel.model_copy(update=parallel),
-            pipeline=defaults.pipeline,
-            train=config.train.model_copy(update=dict(accumulation=1)),
-            model=config.model.model_copy(update=dict(remat="none")),
-        )
+    return config.with_knobs(
+        {
+            "parallel.zero": 0,
+            "parallel.sequence": False,
+            "parallel.context": "auto",
+            "parallel.micro_batches": Config().parallel.micro_batches,
+            "parallel.offload": "none",
+            "pipeline": Config().pipeline,
+            "train.accumulation": 1,
+            "model.remat": "none",
+        }
     )
 
 
@@ -217,22 +217,22 @@ def candidate_config(config: Config, row: dict[str, int]) -> Config:
     base = neutral_config(config)
     if row[REPLICA] == 1:
         base = crossing.exact(base)
-    parallel: dict[str, object] = dict(zero=row["zero"], sequence=bool(row["sequence"]))
+    values: dict[str, object] = {
+        "mesh": _mesh_text(row),
+        "parallel.zero": row["zero"],
+        "parallel.sequence": bool(row["sequence"]),
+        "model.remat": REMATS[row["remat"]],
+    }
     if row["outside"]:
-        parallel["micro_batches"] = "outside"
-    update: dict[str, object] = dict(
-        mesh=_mesh_text(row),
-        parallel=base.parallel.model_copy(update=parallel),
-        model=base.model.model_copy(update=dict(remat=REMATS[row["remat"]])),
-    )
+        values["parallel.micro_batches"] = "outside"
     if row[PIPELINE] > 1:
+        values["pipeline.schedule"] = SCHEDULES[row["schedule"]]
+        values["pipeline.microbatches"] = row["micro"]
         # 0 is the default: one chunk, but for interleaved, which always has more here.
-        virtual = row["virtual"] if row["virtual"] > 1 else 0
-        pipeline = dict(schedule=SCHEDULES[row["schedule"]], microbatches=row["micro"], virtual_stages=virtual)
-        update["pipeline"] = base.pipeline.model_copy(update=pipeline)
+        values["pipeline.virtual_stages"] = row["virtual"] if row["virtual"] > 1 else 0
     else:
-        update["train"] = base.train.model_copy(update=dict(accumulation=row["micro"]))
-    return base.model_copy(update=update)
+        values["train.accumulation"] = row["micro"]
+    return base.with_knobs(values)
 
 
 def _mesh_text(row: dict[str, int]) -> str:

@@ -38,7 +38,7 @@ def why_not(plan: Plan, mesh: str) -> str:
     Raises `RequestError` for text that is no mesh of the plan's devices.
     """
     shape = fill(parse_mesh(mesh), plan.devices)
-    found = problems(plan.config.model_copy(update={"mesh": mesh}), shape)
+    found = problems(plan.config.with_knobs({"mesh": mesh}), shape)
     if found:
         return f"{mesh} is not possible: " + "; ".join(found)
     rows = rows_of(plan, shape)
@@ -105,7 +105,7 @@ def alone(plan: Plan) -> list[tuple[str, Estimate | str]]:
         if len(rows):
             found.append((axis, _fastest(plan, rows) or smallest(plan, rows)))
         else:
-            config = plan.config.model_copy(update={"mesh": f"{axis}={plan.devices}"})
+            config = plan.config.with_knobs({"mesh": f"{axis}={plan.devices}"})
             found.append((axis, "; ".join(problems(config, shape)) or "the batch does not divide"))
     return found
 

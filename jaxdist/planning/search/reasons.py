@@ -39,8 +39,8 @@ def _simplest(plan: Plan, first: Estimate) -> str:
 
 def _traffic(plan: Plan, first: Estimate) -> str:
     """Compare the bytes of weights and gradients with the same mesh without ZeRO."""
-    parallel = first.config.parallel.model_copy(update={"zero": 0, "micro_batches": "inside"})
-    plain = estimate(first.config.model_copy(update={"parallel": parallel}), plan.model, plan.cluster)
+    config = first.config.with_knobs({"parallel.zero": 0, "parallel.micro_batches": "inside"})
+    plain = estimate(config, plan.model, plan.cluster)
     times = first.sent(DATA) / plain.sent(DATA)
     stage = f"ZeRO {first.config.parallel.zero}"
     if times <= EQUAL:

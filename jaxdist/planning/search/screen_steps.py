@@ -206,10 +206,7 @@ class Steps(Sizes):
         neutral = neutral_config(self.config)
 
         def of(schedule: int, context: int, model: int) -> float:
-            config = neutral
-            if schedule:
-                pipeline = config.pipeline.model_copy(update={"schedule": SCHEDULES[schedule]})
-                config = config.model_copy(update={"pipeline": pipeline})
+            config = neutral.with_knobs({"pipeline.schedule": SCHEDULES[schedule]}) if schedule else neutral
             return Split(config, {PIPELINE: 2 if schedule else 1, CONTEXT: context, MODEL: model}).ring
 
         c = self.columns

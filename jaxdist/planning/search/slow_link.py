@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from jaxdist.config import Config, RequestError
+from jaxdist.config import RequestError
 from jaxdist.mesh import REPLICA, crossing
 from jaxdist.output.units import counted
 from jaxdist.planning.search.estimate import Estimate, estimate, label
@@ -81,8 +81,8 @@ def cheaper(plan: Plan) -> list[Cheaper]:
     if crossing.asked(plan.config).name or over_link(plan) < DOMINATES * plan.ranked[0].seconds:
         return []
     options = {
-        "--parallel.gradient-compression int8": _with(plan.config, "parallel", gradient_compression="int8"),
-        f"--train.local-steps {LOCAL_STEPS}": _with(plan.config, "train", local_steps=LOCAL_STEPS),
+        "--parallel.gradient-compression int8": plan.config.with_knobs({"parallel.gradient_compression": "int8"}),
+        f"--train.local-steps {LOCAL_STEPS}": plan.config.with_knobs({"train.local_steps": LOCAL_STEPS}),
     }
     found = []
     for option, config in options.items():
@@ -106,8 +106,3 @@ def advice(plan: Plan, found: list[Cheaper]) -> str:
         f"the link between sites takes {over_link(plan):.3g} s of the {first.seconds:.3g} s of a step; the best plan "
         f"takes {taken}, but the loss is then not that of one device"
     )
-
-
-def _with(config: Config, section: str, **values: object) -> Config:
-    """Return `config` with other values in one section."""
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

@@ -128,11 +128,9 @@ def batches_for(config: Config, devices: int) -> list[int]:
         return []
     split = Split(config, shape)
     unit = split.micro_batches * split.ranks
-    train = config.train
     sizes = []
-    for rows in multiples(unit, train.global_batch_size):
-        other = config.model_copy(update={"train": train.model_copy(update={"global_batch_size": rows})})
-        if fits(other, devices):
+    for rows in multiples(unit, config.train.global_batch_size):
+        if fits(config.with_knobs({"train.global_batch_size": rows}), devices):
             sizes.append(rows)
     return sizes
 

@@ -6,7 +6,6 @@ Ring attention needs two equal chunks of the sequence for each device; Ulysses n
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from jaxdist.config import Config
 from jaxdist.mesh import CONTEXT, MODEL
@@ -83,7 +82,7 @@ def _sequence(split: Split) -> Iterator[str]:
     whole = ""
     if config.parallel.sequence and split.size(MODEL) > 1:
         factors += f" x {MODEL}={split.size(MODEL)}"
-        if _works(_with_parallel(split, sequence=False)):
+        if _works(split.with_knobs({"parallel.sequence": False})):
             whole = "parallel.sequence to false"
     yield (
         f"model.sequence {sequence} does not divide by {factors} (mesh {config.mesh}), as {form.name} needs; "
@@ -144,7 +143,7 @@ def _other_axis(split: Split) -> str:
 def _other_form(split: Split) -> str:
     """Return the form of attention that works and is not the present one; empty if it does not work."""
     other = split.attention.other
-    if not _works(_with_parallel(split, context=other)):
+    if not _works(split.with_knobs({"parallel.context": other})):
         return ""
     return f"parallel.context to {other}"
 
@@ -153,14 +152,7 @@ def _other_schedule(split: Split) -> str:
     """Return the schedule without branches that comes nearest to the present one, if it works."""
     if not split.branches:
         return ""
-    config = split.config
-    other = "1f1b" if config.pipeline.asynchronous else "zb-u"
-    pipeline = config.pipeline.model_copy(update={"schedule": other})
-    if not _works(replace(split, config=config.model_copy(update={"pipeline": pipeline}))):
+    other = "1f1b" if split.config.pipeline.asynchronous else "zb-u"
+    if not _works(split.with_knobs({"pipeline.schedule": other})):
         return ""
     return f"pipeline.schedule to {other}"
-
-
-def _with_parallel(split: Split, **values: object) -> Split:
-    parallel = split.config.parallel.model_copy(update=values)
-    return replace(split, config=split.config.model_copy(update={"parallel": parallel}))
