@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import pytest
+
+from jaxdist.config import RequestError
+from jaxdist.huggingface.folder import Folder
+from jaxdist.huggingface.model_config import model_values
 
 SIZES = dict(
     vocab_size=96,
@@ -23,6 +30,21 @@ def small(model_type: str, **changes: Any) -> dict[str, Any]:
     head = dict(head_dim=16) if model_type in ("qwen3", "qwen3_moe") else {}
     return dict(model_type=model_type, **SIZES, **window, **head) | changes
 
+
+def values(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of `model` that a folder with this `config.json` has."""
+    return model_values(Folder(Path("model"), config))
+
+
+def refusal(config: dict[str, Any]) -> list[str]:
+    """Return the problems for which a folder with this `config.json` is refused."""
+    with pytest.raises(RequestError) as refused:
+        values(config)
+    return refused.value.problems
+
+
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+"""A scaling of rotary positions."""
 
 LLAMA_2_7B = dict(
     _name_or_path="meta-llama/Llama-2-7b-hf",
