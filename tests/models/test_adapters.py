@@ -244,13 +244,20 @@ def test_alpha_is_twice_the_rank_unless_given(rank, alpha, wanted):
 
 
 WIDTH, RATE = 32, 0.25
+SHAPE = Shape("BSD,DR,RF->BSF", (WIDTH,), ("embed",), (WIDTH,), ("mlp",), "rank_of_mlp")
+
+
+def test_a_pair_draws_from_a_stream_of_its_own():
+    """So what is drawn after it for a weight is what would be drawn without it."""
+    rngs = nnx.Rngs(params=0, adapters=0)
+    LowRank(adapted("llama"), ONE_DEVICE, "up_proj", SHAPE, rngs)
+    assert (rngs.params.count[...], rngs.adapters.count[...]) == (0, 1)
 
 
 def pair_of_ones(layout: Layout, target: str) -> LowRank:
     """A pair whose product is the identity, so that it returns what dropout leaves of its input, times alpha / r."""
     config = adapted("llama", lora_rank=WIDTH, lora_alpha=WIDTH, lora_dropout=RATE)
-    shape = Shape("BSD,DR,RF->BSF", (WIDTH,), ("embed",), (WIDTH,), ("mlp",), "rank_of_mlp")
-    pair = LowRank(config, layout, target, shape, nnx.Rngs(params=0, adapters=0))
+    pair = LowRank(config, layout, target, SHAPE, nnx.Rngs(params=0, adapters=0))
     pair.a[...] = jnp.eye(WIDTH)
     pair.b[...] = jnp.eye(WIDTH)
     return pair

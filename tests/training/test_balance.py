@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from jax import P
 
+from jaxdist.config import Config, ParallelConfig
 from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.models.experts import direction
 from jaxdist.parallel import placing
 from jaxdist.request import load
@@ -179,6 +181,15 @@ def test_the_balance_lies_whole_on_every_device():
     axes = {"balance": ("layers", "steered")}
     place = placing.placements(layout, axes, abstract, placing.ZeroOptions(3, replica_zero=True))["balance"]
     assert (place.rest, place.held, place.role.differentiated) == (P(None, None), P(None, None), False)
+
+
+@pytest.mark.parametrize(("sequence", "further"), [(False, set()), (True, {"model"})])
+def test_loads_are_summed_over_all_devices_that_have_tokens_of_their_own(sequence, further):
+    """Where the sequence is split, each device of the model axis has some."""
+    mesh = make_mesh(parse_mesh("data=2,expert=2,model=2"), jax.devices()[:8])
+    layout = Layout.of(Split(Config(parallel=ParallelConfig(sequence=sequence)), mesh.shape), mesh)
+    load = placing.of_sums(layout, {"load": (4,)}, ("layers",))["load"]
+    assert (load.rest, load.use.reduced) == (P(None, None), {"data", "expert"} | further)
 
 
 @pytest.mark.parametrize("precision", ["mixed", "bfloat16"])
