@@ -118,7 +118,7 @@ def caches(tmp_path_factory):
     os.environ["JAXDIST_CACHE"] = str(folder)
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(program_cache.folder()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return folder
 
 

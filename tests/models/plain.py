@@ -32,8 +32,8 @@ def assert_same(layout, model: Model, reference, noise: float) -> None:
     `noise` is added to the initial parameters, so that none is 0 or 1.
     """
     params = jax.jit(model.init)(jax.random.key(1))
-    params = jax.tree.map(lambda a: a + noise * jax.random.normal(jax.random.key(a.size), a.shape), params)
     rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda a: a + np.float32(noise) * rng.normal(size=a.shape).astype(a.dtype), params)
     tokens, labels = rng.integers(0, VOCAB, (ROWS, SEQUENCE)), rng.integers(-1, VOCAB, (ROWS, SEQUENCE))
     batch = {"tokens": jnp.asarray(tokens)[None], "labels": jnp.asarray(labels)[None]}
     forward = DecoderForward(model, layout)
@@ -46,7 +46,7 @@ def assert_same(layout, model: Model, reference, noise: float) -> None:
         logits = reference(params, tokens)
         return summed_loss(logits, labels), logits
 
-    (wanted, wanted_logits), wanted_gradient = jax.value_and_grad(plain, has_aux=True)(params)
+    (wanted, wanted_logits), wanted_gradient = jax.jit(jax.value_and_grad(plain, has_aux=True))(params)
     (loss, logits), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
     np.testing.assert_allclose(logits, wanted_logits, atol=1e-4)
