@@ -15,7 +15,7 @@ import numpy as np
 from jaxdist.cluster import kv_store
 from jaxdist.cluster.heartbeat import IDLE, STARTING, STEPPING
 from jaxdist.config import Config
-from jaxdist.data.batches import Batch, train_batch
+from jaxdist.data.batches import Batch, token_batch
 from jaxdist.data.image_batches import image_batch
 from jaxdist.data.images import Part
 from jaxdist.data.tokens import Tokens, TokenWriter
@@ -38,7 +38,7 @@ def random_work(run: Run) -> Batch:
     config = run.config
     rows = np.arange(config.train.global_batch_size)
     if config.model.images:
-        return image_batch(_noise(config, rows.size), rows, run.task.micro_batches, run.mesh, run.layout)
+        return image_batch(_noise(config, rows.size), rows, run.task.batch_layout)
     sequence = config.model.sequence
     ids = np.random.default_rng(0).integers(0, config.model.vocab, rows.size * sequence + 1)
     # Random tokens have no documents; where the model keeps these apart, token 0 ends one.
@@ -48,7 +48,7 @@ def random_work(run: Run) -> Batch:
         with TokenWriter(path, "uint32") as writer:
             writer.write(ids)
         tokens = replace(Tokens.open(path, "uint32"), end=end)
-        return train_batch(tokens, rows, sequence, run.task.micro_batches, run.mesh, run.layout)
+        return token_batch(tokens, rows, sequence, run.task.batch_layout)
 
 
 def _noise(config: Config, rows: int) -> Part:

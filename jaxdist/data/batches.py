@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -31,6 +32,31 @@ AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 Batch = dict[str, Array]
 """`tokens` [k, B/k, S], `labels` [k, B/k, S] (the next tokens) and `rows` [k, B/k] (place in the global batch); if
 documents are apart also `starts` [k, B/k, S] (the position in its row where the document of each token starts)."""
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How the rows of a batch lie on the devices."""
+
+    accumulation: int
+    """Micro-batches, into which the batch is cut first."""
+    mesh: jax.sharding.Mesh
+    layout: Layout
+    """Says how the mesh splits a micro-batch."""
+
+    def abstract(self, rows: int, row: dict[str, jax.ShapeDtypeStruct], dims: Sequence[str] = ()) -> AbstractBatch:
+        """Return the shapes and shardings of a batch of `rows` rows, given those of one `row`.
+
+        `dims` are the logical axes of the first dims of each array of a row; the others are whole on every device. The
+        result also has "rows", the place of each row in the global batch.
+        """
+        batch = {}
+        for name, one in {**row, "rows": jax.ShapeDtypeStruct((), np.int32)}.items():
+            shape = (self.accumulation, rows // self.accumulation, *one.shape)
+            logical = [*dims[: len(one.shape)], *(None for _ in one.shape[len(dims) :])]
+            spec = self.layout.spec((None, BATCH, *logical))
+            batch[name] = jax.ShapeDtypeStruct(shape, one.dtype, sharding=jax.sharding.NamedSharding(self.mesh, spec))
+        return batch
 
 
 def permute(seed: int, epoch: int, n: int, index: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
@@ -78,21 +104,14 @@ def splitmix64(x: UInt64[np.ndarray, "..."]) -> UInt64[np.ndarray, "..."]:
     return x ^ (x >> np.uint64(31))
 
 
-def train_batch(
-    tokens: Tokens,
-    rows: Int[np.ndarray, " batch"],
-    sequence: int,
-    accumulation: int,
-    mesh: jax.sharding.Mesh,
-    layout: Layout,
-) -> Batch:
-    """Return the rows as global arrays of k = `accumulation` micro-batches.
+def token_batch(tokens: Tokens, rows: Int[np.ndarray, " batch"], sequence: int, batch_layout: BatchLayout) -> Batch:
+    """Return the rows as global arrays of k micro-batches.
 
     Each process reads only the rows of its own devices. `batch` must divide by k times the number of parts into which
     the layout splits it. A row of -1 is all padding.
     """
-    abstract = abstract_batch(rows.size, sequence, accumulation, mesh, layout, apart=tokens.apart)
-    return ordered_batch(rows, abstract, layout, partial(_read, tokens, sequence))
+    abstract = abstract_batch(rows.size, sequence, batch_layout, apart=tokens.apart)
+    return ordered_batch(rows, abstract, batch_layout.layout, partial(_read, tokens, sequence))
 
 
 def ordered_batch(
@@ -111,10 +130,8 @@ def ordered_batch(
     return global_batch(rows, abstract, read_ordered)
 
 
-def abstract_batch(
-    rows: int, sequence: int, accumulation: int, mesh: jax.sharding.Mesh, layout: Layout, apart: bool = False
-) -> AbstractBatch:
-    """Return the shapes and shardings of a batch of `rows` rows as `train_batch` makes it.
+def abstract_batch(rows: int, sequence: int, batch_layout: BatchLayout, apart: bool = False) -> AbstractBatch:
+    """Return the shapes and shardings of a batch of `rows` rows as `token_batch` makes it.
 
     Set `apart` for tokens whose documents are apart.
     """
@@ -122,24 +139,7 @@ def abstract_batch(
     if apart:
         names.append("starts")
     row = dict.fromkeys(names, jax.ShapeDtypeStruct((sequence,), np.int32))
-    return abstract_rows(row, rows, accumulation, mesh, layout, dims=(SEQUENCE,))
-
-
-def validation_batches(
-    tokens: Tokens,
-    sequence: int,
-    batch: int,
-    limit: int,
-    accumulation: int,
-    mesh: jax.sharding.Mesh,
-    layout: Layout,
-) -> Iterator[Batch]:
-    """Yield every held-out row once, in order, in batches like those of `train_batch`; at most `limit` unless 0.
-
-    The last batch is padded with rows whose labels are all -1, which do not count in the loss.
-    """
-    for rows in held_out_rows(tokens.rows(sequence), batch, limit):
-        yield train_batch(tokens, rows, sequence, accumulation, mesh, layout)
+    return batch_layout.abstract(rows, row, dims=(SEQUENCE,))
 
 
 def document_ends(windows: Int[np.ndarray, "n S+1"], begin: int | None, end: int | None) -> Bool[np.ndarray, "n S"]:
@@ -168,7 +168,7 @@ def global_batch(
     abstract: AbstractBatch,
     read: Callable[[Int[np.ndarray, " n"]], dict[str, np.ndarray]],
 ) -> Batch:
-    """Return global arrays with the shapes and shardings of `abstract_rows`.
+    """Return global arrays with the shapes and shardings of `BatchLayout.abstract`.
 
     `read` takes the rows of one device and returns arrays [n, ...] by name; it also decides what a row of -1 holds.
     Each process reads the rows of its own devices only, each once.
@@ -193,28 +193,6 @@ def global_batch(
     return {
         name: jax.make_array_from_callback(a.shape, a.sharding, partial(shard, name)) for name, a in abstract.items()
     }
-
-
-def abstract_rows(
-    row: dict[str, jax.ShapeDtypeStruct],
-    rows: int,
-    accumulation: int,
-    mesh: jax.sharding.Mesh,
-    layout: Layout,
-    dims: Sequence[str] = (),
-) -> AbstractBatch:
-    """Return the shapes and shardings of `rows` rows in `accumulation` micro-batches, given those of one `row`.
-
-    `dims` are the logical axes of the first dims of each array of a row; the others are whole on every device. The
-    result also has "rows", the place of each row in the global batch.
-    """
-    batch = {}
-    for name, one in {**row, "rows": jax.ShapeDtypeStruct((), np.int32)}.items():
-        shape = (accumulation, rows // accumulation, *one.shape)
-        logical = [*dims[: len(one.shape)], *(None for _ in one.shape[len(dims) :])]
-        spec = layout.spec((None, BATCH, *logical))
-        batch[name] = jax.ShapeDtypeStruct(shape, one.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
-    return batch
 
 
 def held_out_rows(n: int, batch: int, limit: int) -> Iterator[Int[np.ndarray, " batch"]]:

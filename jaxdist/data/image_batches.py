@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,14 +13,12 @@ from jaxdist.data.batches import (
     IGNORED,
     AbstractBatch,
     Batch,
-    abstract_rows,
+    BatchLayout,
     global_batch,
-    held_out_rows,
     splitmix64,
     word,
 )
 from jaxdist.data.images import Part
-from jaxdist.sharding import Layout
 
 PURPOSE = int.from_bytes(b"image")
 """Separates the random numbers drawn here from those that order the rows."""
@@ -78,16 +75,14 @@ def _random_below(n: int, states: UInt64[np.ndarray, " rows"], draw: int) -> UIn
 def image_batch(
     images: Part,
     rows: Int[np.ndarray, " batch"],
-    accumulation: int,
-    mesh: jax.sharding.Mesh,
-    layout: Layout,
+    batch_layout: BatchLayout,
     augment: Augment | None = None,
     step: int = 0,
 ) -> Batch:
     """Return `images` [k, B/k, H, W, C] in f32, `labels` [k, B/k] and `rows` [k, B/k] (place in the batch).
 
-    k is `accumulation`. Each process reads the rows of its own devices. `batch` must divide by k times the number of
-    parts into which the layout splits it. A row of -1 is padding: an image of zeros with the label -1.
+    Each process reads the rows of its own devices. `batch` must divide by k times the number of parts into which the
+    layout splits it. A row of -1 is padding: an image of zeros with the label -1.
     """
 
     def read(wanted: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
@@ -99,23 +94,10 @@ def image_batch(
         labels[real] = images.labels[wanted[real]]
         return {"images": pixels, "labels": labels}
 
-    return global_batch(rows, abstract_image_batch(rows.size, images.shape, accumulation, mesh, layout), read)
+    return global_batch(rows, abstract_image_batch(rows.size, images.shape, batch_layout), read)
 
 
-def abstract_image_batch(
-    rows: int, shape: tuple[int, int, int], accumulation: int, mesh: jax.sharding.Mesh, layout: Layout
-) -> AbstractBatch:
+def abstract_image_batch(rows: int, shape: tuple[int, int, int], batch_layout: BatchLayout) -> AbstractBatch:
     """Return the shapes and shardings of a batch of `rows` images of `shape` (H, W, C), as `image_batch` makes it."""
     row = {"images": jax.ShapeDtypeStruct(shape, np.float32), "labels": jax.ShapeDtypeStruct((), np.int32)}
-    return abstract_rows(row, rows, accumulation, mesh, layout)
-
-
-def image_validation_batches(
-    images: Part, batch: int, limit: int, accumulation: int, mesh: jax.sharding.Mesh, layout: Layout
-) -> Iterator[Batch]:
-    """Yield every row once, in order, in batches like those of `image_batch`; at most the first `limit` unless 0.
-
-    The last batch is padded with rows of the label -1, which do not count in the loss.
-    """
-    for rows in held_out_rows(images.rows, batch, limit):
-        yield image_batch(images, rows, accumulation, mesh, layout)
+    return batch_layout.abstract(rows, row)

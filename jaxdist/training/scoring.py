@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
-from jaxdist.data.batches import IGNORED, Batch, abstract_batch, held_out_rows, ordered_batch
+from jaxdist.data.batches import IGNORED, Batch, BatchLayout, abstract_batch, held_out_rows, ordered_batch
 from jaxdist.data.multiple_choice import Rows
 from jaxdist.models import Params
 from jaxdist.sharding import SEQUENCE, Layout
@@ -40,7 +40,7 @@ def log_probabilities(
 
     length = row_length(layout, run.config.model.sequence, rows.longest)
     batch = rows_per_batch(run, len(rows.tokens))
-    abstract = abstract_batch(batch, length, 1, run.mesh, layout)
+    abstract = abstract_batch(batch, length, BatchLayout(1, run.mesh, layout))
 
     def read(index: Int[np.ndarray, " b"]) -> dict[str, np.ndarray]:
         """Return the rows with these numbers; where the number is -1, no label counts."""

@@ -144,7 +144,7 @@ def _training(run: Run, length: str) -> list[Row]:
         ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}"),
         ("model", expert_report.model_size(config.model, run.model)),
         *(("experts", sentence) for sentence in expert_report.experts(run.split)),
-        ("batch", f"{_batch(run)} per step, {counted(run.task.micro_batches, 'micro-batch')}, {length}"),
+        ("batch", f"{_batch(run)} per step, {counted(run.split.micro_batches, 'micro-batch')}, {length}"),
     ]
     attends = context_report.sentence(run.split)
     if attends:

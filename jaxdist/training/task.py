@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Generic
@@ -13,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxdist.config import RequestError
-from jaxdist.data.batches import AbstractBatch, Batch, global_rows
+from jaxdist.data.batches import AbstractBatch, Batch, BatchLayout, global_rows, held_out_rows
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.images import Images
 from jaxdist.data.progress import Progress, unseen
@@ -39,10 +40,9 @@ class Task(ABC, Generic[ModelT]):
         self.split = split
         self.config = split.config
         self.model = model
-        self.mesh = mesh
         self.layout = layout
-        self.micro_batches = split.micro_batches
-        """Micro-batches in a step."""
+        self.batch_layout = BatchLayout(split.micro_batches, mesh, layout)
+        """Of the batch of a training step."""
         self.begun: str | None = None
         """The fingerprint of the data that the run began with, where it goes on or is judged."""
         self.progress: Progress = unseen
@@ -95,12 +95,12 @@ class Task(ABC, Generic[ModelT]):
         """Return these rows of the training part, as they are in this step."""
 
     @abstractmethod
-    def abstract(self, rows: int, accumulation: int) -> AbstractBatch:
+    def abstract(self, rows: int, batch_layout: BatchLayout) -> AbstractBatch:
         """Return shapes and shardings of a batch of that many rows."""
 
     @abstractmethod
-    def held_out(self, rows: int, limit: int, accumulation: int) -> Iterator[Batch]:
-        """Yield every held-out row once, `rows` at a time; at most `limit` batches, where that is not 0."""
+    def held_out(self, rows: np.ndarray, batch_layout: BatchLayout) -> Batch:
+        """Return these held-out rows; a row of -1 does not count."""
 
     @abstractmethod
     def keep(self, path: Path) -> None:
@@ -111,17 +111,19 @@ class Task(ABC, Generic[ModelT]):
 
         Where `limit` is not 0, no more rows than in that many global batches.
         """
-        rows, k = self.evaluated
-        return self.held_out(rows, limit * self.micro_batches // k, k)
+        rows, batch_layout = self.evaluated
+        most = limit * self.split.micro_batches // batch_layout.accumulation
+        for numbers in held_out_rows(self.validation_rows, rows, most):
+            yield self.held_out(numbers, batch_layout)
 
     @property
-    def evaluated(self) -> tuple[int, int]:
-        """Return (rows, micro-batches) of a batch of evaluation: as many rows at a time as fit while training fits."""
+    def evaluated(self) -> tuple[int, BatchLayout]:
+        """Return (rows, layout) of a batch of evaluation: as many rows at a time as fit while training fits."""
         rows = self.config.train.global_batch_size
         if self.split.pipelined:
             # A pipeline works on all of its micro-batches at once, and holds few of them.
-            return rows, self.micro_batches
-        return rows // self.micro_batches, 1
+            return rows, self.batch_layout
+        return rows // self.split.micro_batches, replace(self.batch_layout, accumulation=1)
 
     @property
     def source(self) -> str:
@@ -152,4 +154,4 @@ class Task(ABC, Generic[ModelT]):
 
     def abstract_batch(self) -> AbstractBatch:
         """Return shapes and shardings of the batch of one training step."""
-        return self.abstract(self.config.train.global_batch_size, self.micro_batches)
+        return self.abstract(self.config.train.global_batch_size, self.batch_layout)

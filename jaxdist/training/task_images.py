@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from jaxdist.config import RequestError
-from jaxdist.data.batches import AbstractBatch, Batch
-from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch, image_validation_batches
+from jaxdist.data.batches import AbstractBatch, Batch, BatchLayout
+from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch
 from jaxdist.data.images import Images, open_images
 from jaxdist.models import images
 from jaxdist.models.foreign import Foreign
@@ -90,17 +89,17 @@ class ImageTask(Task[Foreign]):
 
     def batch(self, rows: np.ndarray, step: int) -> Batch:
         """Return these rows, cropped and mirrored as in this step alone."""
-        return image_batch(self.data.train, rows, self.micro_batches, self.mesh, self.layout, self.augment, step)
+        return image_batch(self.data.train, rows, self.batch_layout, self.augment, step)
 
-    def abstract(self, rows: int, accumulation: int) -> AbstractBatch:
+    def abstract(self, rows: int, batch_layout: BatchLayout) -> AbstractBatch:
         """Return shapes and shardings of a batch of that many images.
 
-        Images are float32 [accumulation, rows, H, W, C], and labels int32.
+        Images are float32 [k, rows / k, H, W, C], and labels int32.
         """
         sizes = self.config.model
         shape = (sizes.image, sizes.image, sizes.channels)
-        return abstract_image_batch(rows, shape, accumulation, self.mesh, self.layout)
+        return abstract_image_batch(rows, shape, batch_layout)
 
-    def held_out(self, rows: int, limit: int, accumulation: int) -> Iterator[Batch]:
-        """Yield every held-out image once, `rows` at a time; at most `limit` batches, where that is not 0."""
-        return image_validation_batches(self.data.validation, rows, limit, accumulation, self.mesh, self.layout)
+    def held_out(self, rows: np.ndarray, batch_layout: BatchLayout) -> Batch:
+        """Return these held-out images; a row of -1 does not count."""
+        return image_batch(self.data.validation, rows, batch_layout)

@@ -13,11 +13,11 @@ from jaxdist.config import DataConfig
 from jaxdist.data.batches import (
     AbstractBatch,
     Batch,
+    BatchLayout,
     abstract_batch,
     held_out_rows,
     ordered_batch,
-    train_batch,
-    validation_batches,
+    token_batch,
 )
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.data.held_out import HeldOut
@@ -100,21 +100,21 @@ class TextTask(Task[Model]):
 
     def batch(self, rows: np.ndarray, step: int) -> Batch:
         """Return these rows, which are the same in every step."""
-        return train_batch(self.data.train, rows, self.units, self.micro_batches, self.mesh, self.layout)
+        return token_batch(self.data.train, rows, self.units, self.batch_layout)
 
-    def abstract(self, rows: int, accumulation: int) -> AbstractBatch:
+    def abstract(self, rows: int, batch_layout: BatchLayout) -> AbstractBatch:
         """Return shapes and shardings of a batch of that many rows."""
         apart = self.config.model.documents == "apart"
-        return abstract_batch(rows, self.units, accumulation, self.mesh, self.layout, apart)
+        return abstract_batch(rows, self.units, batch_layout, apart)
 
-    def held_out(self, rows: int, limit: int, accumulation: int) -> Iterator[Batch]:
-        """Yield every held-out row once, `rows` at a time; at most `limit` batches, where that is not 0."""
-        return validation_batches(self.data.validation, self.units, rows, limit, accumulation, self.mesh, self.layout)
+    def held_out(self, rows: np.ndarray, batch_layout: BatchLayout) -> Batch:
+        """Return these held-out rows; a row of -1 does not count."""
+        return token_batch(self.data.validation, rows, self.units, batch_layout)
 
     def batches_of(self, file: HeldOut, stride: int) -> Iterator[Batch]:
         """Yield every row of a file once, in batches as `evaluated` says; they begin `stride` tokens apart."""
-        rows, accumulation = self.evaluated
-        abstract = self.abstract(rows, accumulation)
+        rows, batch_layout = self.evaluated
+        abstract = self.abstract(rows, batch_layout)
         for numbers in held_out_rows(file.rows(self.units, stride), rows, 0):
             yield ordered_batch(numbers, abstract, self.layout, partial(file.read, self.units, stride))
 

@@ -6,7 +6,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.data.batches import IGNORED, Prefetch, global_rows, permute, train_batch, validation_batches
+from jaxdist.data.batches import (
+    IGNORED,
+    BatchLayout,
+    Prefetch,
+    global_rows,
+    held_out_rows,
+    permute,
+    token_batch,
+)
 from jaxdist.data.image_batches import Augment
 from jaxdist.data.tokens import Tokens
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
@@ -103,7 +111,7 @@ def test_order_is_pinned():
 def test_batches_are_the_same_on_every_mesh(tokens, mesh, accumulation):
     rows = global_rows(0, 3, 8, tokens.rows(S))
     windows = tokens.window(rows, S).reshape(accumulation, -1, S + 1)
-    batch = train_batch(tokens, rows, S, accumulation, *on(mesh))
+    batch = token_batch(tokens, rows, S, BatchLayout(accumulation, *on(mesh)))
     assert {name: array.dtype for name, array in batch.items()} == dict.fromkeys(batch, np.int32)
     assert np.array_equal(batch["tokens"], windows[..., :-1])
     assert np.array_equal(batch["labels"], windows[..., 1:])
@@ -112,7 +120,7 @@ def test_batches_are_the_same_on_every_mesh(tokens, mesh, accumulation):
 
 def test_batches_lie_where_the_layout_says(tokens):
     mesh, layout = on("data=4,replica=2")
-    batch = train_batch(tokens, np.arange(16), S, 2, mesh, layout)
+    batch = token_batch(tokens, np.arange(16), S, BatchLayout(2, mesh, layout))
     for name, array in batch.items():
         assert array.sharding.spec == layout.spec((None, "batch", None)[: array.ndim]), name
         assert {shard.data.shape for shard in array.addressable_shards} == {(2, 1, S)[: array.ndim]}
@@ -125,7 +133,7 @@ def test_ring_attention_gives_each_device_one_chunk_from_both_ends_of_a_row(tmp_
     np.arange(2 * 8 + 1).astype("<u2").tofile(path)
     tokens = replace(Tokens.open(path, "uint16"), end=4 if apart else None)
     mesh, layout = on("data=2,context=2")
-    batch = train_batch(tokens, np.arange(2), 8, 1, mesh, replace(layout, zigzag=True))
+    batch = token_batch(tokens, np.arange(2), 8, BatchLayout(1, mesh, replace(layout, zigzag=True)))
     parts = {shard.device.id: np.asarray(shard.data).ravel().tolist() for shard in batch["tokens"].addressable_shards}
     assert parts == {0: [0, 1, 6, 7], 1: [2, 3, 4, 5], 2: [8, 9, 14, 15], 3: [10, 11, 12, 13]}
     labels = np.asarray(batch["labels"])[0]
@@ -138,7 +146,9 @@ def test_apart_each_document_has_its_start_and_foretells_no_other(tmp_path):
     """A document's last token, its end, has no label, whatever follows; a row's first token starts one."""
     path = tmp_path / "tokens.bin"
     np.array([5, 9, 9, 6, 7, 8, 9, 5, 5, 5, 9, 5, 7], "<u2").tofile(path)
-    batch = train_batch(replace(Tokens.open(path, "uint16"), end=9), np.array([0, 1, 2, -1]), 4, 2, *on("2x1x1"))
+    batch = token_batch(
+        replace(Tokens.open(path, "uint16"), end=9), np.array([0, 1, 2, -1]), 4, BatchLayout(2, *on("2x1x1"))
+    )
     names = ("tokens", "labels", "starts")
     rows = {name: np.asarray(batch[name]).reshape(4, 4)[:3].tolist() for name in names}
     assert rows["tokens"] == [[5, 9, 9, 6], [7, 8, 9, 5], [5, 5, 9, 5]]
@@ -152,8 +162,8 @@ def test_apart_a_document_may_begin_with_a_token_of_its_own(tmp_path):
     """A token before it has no label, also the last one of a row, and whether or not it is an end."""
     path = tmp_path / "tokens.bin"
     np.array([8, 5, 9, 8, 6, 7, 8, 5, 8, 5, 5, 5, 8], "<u2").tofile(path)
-    batch = train_batch(
-        replace(Tokens.open(path, "uint16"), begin=8, end=9), np.array([0, 1, 2, -1]), 4, 2, *on("2x1x1")
+    batch = token_batch(
+        replace(Tokens.open(path, "uint16"), begin=8, end=9), np.array([0, 1, 2, -1]), 4, BatchLayout(2, *on("2x1x1"))
     )
     rows = {name: np.asarray(batch[name]).reshape(4, 4)[:3].tolist() for name in ("tokens", "labels", "starts")}
     assert rows["tokens"] == [[8, 5, 9, 8], [6, 7, 8, 5], [8, 5, 5, 5]]
@@ -165,7 +175,7 @@ def test_a_process_reads_only_its_rows_and_each_once(tokens, monkeypatch):
     seen = []
     window = Tokens.window
     monkeypatch.setattr(Tokens, "window", lambda self, index, s: seen.extend(index.tolist()) or window(self, index, s))
-    train_batch(tokens, np.arange(8), S, 1, *on("4x1x1"))
+    token_batch(tokens, np.arange(8), S, BatchLayout(1, *on("4x1x1")))
     assert sorted(seen) == list(range(8))
 
 
@@ -173,7 +183,7 @@ PROCESS = """
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
-from jaxdist.data.batches import global_rows, train_batch
+from jaxdist.data.batches import BatchLayout, global_rows, token_batch
 from jaxdist.data.tokens import Tokens
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.sharding import Layout
@@ -182,7 +192,7 @@ layout = replace(Layout.on(mesh), zigzag=True)
 tokens = Tokens.open(Path(arguments[0]), "uint16")
 found = {}
 for step in range(3):
-    batch = train_batch(tokens, global_rows(0, step, 8, tokens.rows(8)), 8, 2, mesh, layout)
+    batch = token_batch(tokens, global_rows(0, step, 8, tokens.rows(8)), 8, BatchLayout(2, mesh, layout))
     for name, array in batch.items():
         for shard in array.addressable_shards:
             first = [part.start or 0 for part in shard.index]
@@ -204,11 +214,16 @@ def test_one_and_two_processes_make_the_same_batches(tokens, mesh):
 # ---- validation
 
 
+def held_out(tokens, batch, limit, batch_layout):
+    for rows in held_out_rows(tokens.rows(S), batch, limit):
+        yield token_batch(tokens, rows, S, batch_layout)
+
+
 @pytest.mark.parametrize(("batch", "k"), [(4, 1), (8, 2), (12, 1), (20, 5), (24, 1)])
 def test_validation_covers_each_row_once_and_fills_up_with_nothing(tokens, batch, k):
     """In k micro-batches, as a pipeline takes them."""
     mesh, layout = on("4x1x1")
-    batches = [jax.tree.map(np.asarray, b) for b in validation_batches(tokens, S, batch, 0, k, mesh, layout)]
+    batches = [jax.tree.map(np.asarray, b) for b in held_out(tokens, batch, 0, BatchLayout(k, mesh, layout))]
     assert all(b["tokens"].shape == b["labels"].shape == (k, batch // k, S) for b in batches)
     labels = np.concatenate([b["labels"].reshape(batch, S) for b in batches])
     inputs = np.concatenate([b["tokens"].reshape(batch, S) for b in batches])
@@ -222,9 +237,9 @@ def test_validation_covers_each_row_once_and_fills_up_with_nothing(tokens, batch
 
 def test_validation_limit_takes_the_first_batches(tokens):
     mesh, layout = on("1x1x1")
-    some = list(validation_batches(tokens, S, 4, 2, 1, mesh, layout))
+    some = list(held_out(tokens, 4, 2, BatchLayout(1, mesh, layout)))
     assert np.array_equal(np.concatenate([b["tokens"][0] for b in some]), tokens.window(np.arange(8), S)[:, :-1])
-    assert len(list(validation_batches(tokens, S, 4, 99, 1, mesh, layout))) == 5
+    assert len(list(held_out(tokens, 4, 99, BatchLayout(1, mesh, layout)))) == 5
 
 
 # ---- prefetch
@@ -236,7 +251,7 @@ def running() -> bool:
 
 def test_prefetch_gives_every_step_in_order(tokens):
     mesh, layout = on("4x1x1")
-    make = lambda step: train_batch(tokens, global_rows(0, step, 8, tokens.rows(S)), S, 1, mesh, layout)
+    make = lambda step: token_batch(tokens, global_rows(0, step, 8, tokens.rows(S)), S, BatchLayout(1, mesh, layout))
     with Prefetch(make, 3, 9, 2) as batches:
         found = list(batches)
     assert len(found) == 6

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxdist.config import DataConfig, DataLost
-from jaxdist.data.batches import IGNORED, global_rows
-from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch, image_validation_batches
+from jaxdist.data.batches import IGNORED, BatchLayout, global_rows, held_out_rows
+from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch
 from jaxdist.data.images import Part, open_images
 from tests.data.files import save_pictures
 from tests.data.test_batches import on
@@ -222,7 +222,7 @@ def test_batches_are_the_same_on_every_mesh(tmp_path, mesh, accumulation, augmen
     part = open_(path=save(tmp_path / "a.npz", images=PIXELS, labels=LABELS)).train
     rows = global_rows(0, 3, 8, part.rows)
     rows[6] = -1
-    batch = image_batch(part, rows, accumulation, *on(mesh), augment, 3)
+    batch = image_batch(part, rows, BatchLayout(accumulation, *on(mesh)), augment, 3)
     assert {name: array.dtype for name, array in batch.items()} == dict(images="float32", labels="int32", rows="int32")
     wanted = part.read(np.maximum(rows, 0))
     wanted = augment(wanted, np.maximum(rows, 0), 3) if augment else wanted
@@ -234,8 +234,8 @@ def test_batches_are_the_same_on_every_mesh(tmp_path, mesh, accumulation, augmen
 
 def test_batches_lie_where_the_layout_says_and_as_was_told(numbered):
     mesh, layout = on("data=4,replica=2")
-    batch = image_batch(numbered, np.arange(16), 2, mesh, layout)
-    for name, abstract in abstract_image_batch(16, (1, 1, 1), 2, mesh, layout).items():
+    batch = image_batch(numbered, np.arange(16), BatchLayout(2, mesh, layout))
+    for name, abstract in abstract_image_batch(16, (1, 1, 1), BatchLayout(2, mesh, layout)).items():
         array = batch[name]
         assert (array.shape, array.dtype, array.sharding) == (abstract.shape, abstract.dtype, abstract.sharding)
         assert array.sharding.spec == layout.spec((None, "batch", None, None, None)[: array.ndim]), name
@@ -251,7 +251,7 @@ def test_a_sample_reaches_one_data_rank_once_an_epoch(numbered, mesh, ranks, mon
     for epoch in range(2):
         reached, order = [], []
         for step in range(3 * epoch, 3 * epoch + 3):
-            batch = image_batch(numbered, global_rows(7, step, 8, 24), 2, *on(mesh))
+            batch = image_batch(numbered, global_rows(7, step, 8, 24), BatchLayout(2, *on(mesh)))
             places = {
                 (sample, shard.index[1].start or 0)  # the copies along `model` lie at the same place of the batch
                 for shard in batch["images"].addressable_shards
@@ -269,7 +269,9 @@ def test_a_sample_reaches_one_data_rank_once_an_epoch(numbered, mesh, ranks, mon
 
 @pytest.mark.parametrize("batch", [4, 12, 24, 20])
 def test_validation_covers_each_row_once_and_fills_up_with_nothing(numbered, batch):
-    batches = [jax.tree.map(np.asarray, b) for b in image_validation_batches(numbered, batch, 0, 1, *on("4x1x1"))]
+    batch_layout = BatchLayout(1, *on("4x1x1"))
+    numbers = held_out_rows(numbered.rows, batch, 0)
+    batches = [jax.tree.map(np.asarray, image_batch(numbered, rows, batch_layout)) for rows in numbers]
     assert all(b["images"].shape == (1, batch, 1, 1, 1) for b in batches)
     pixels = np.concatenate([b["images"].ravel() for b in batches])
     labels = np.concatenate([b["labels"].ravel() for b in batches])
@@ -278,7 +280,7 @@ def test_validation_covers_each_row_once_and_fills_up_with_nothing(numbered, bat
     assert (labels[24:] == IGNORED).all()
     assert not pixels[24:].any()
     assert len(labels) - 24 < batch
-    assert len(list(image_validation_batches(numbered, batch, 1, 1, *on("1x1x1")))) == 1
+    assert len(list(held_out_rows(numbered.rows, batch, 1))) == 1
 
 
 def test_a_file_of_images_that_is_cut_while_it_is_read_is_a_sentence(tmp_path):

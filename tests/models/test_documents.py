@@ -11,7 +11,7 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import ModelConfig
-from jaxdist.data.batches import IGNORED, train_batch
+from jaxdist.data.batches import IGNORED, BatchLayout, token_batch
 from jaxdist.data.tokens import Tokens, TokenWriter
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
@@ -100,7 +100,8 @@ def tokens(tmp_path_factory) -> Tokens:
 
 
 def packed(tokens: Tokens, layout: Layout) -> dict:
-    return train_batch(tokens, np.arange(4), S, 1, make_mesh(parse_mesh("1x1x1"), jax.devices()[:1]), layout)
+    mesh = make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
+    return token_batch(tokens, np.arange(4), S, BatchLayout(1, mesh, layout))
 
 
 def by_themselves(tokens: Tokens) -> dict:

@@ -59,7 +59,7 @@ def test_logits_and_validation_are_those_of_one_device(mesh, pipeline):
             tokens = np.arange(16 * 16, dtype=np.int32).reshape(16, 16) % 97
             logits = jax.jit(run.forward.logits)(weights, jax.device_put(tokens, run.layout.spec(["batch", None])))
             batch = {"tokens": tokens[None], "labels": np.roll(tokens, -1, 1)[None], "rows": np.arange(16)[None]}
-            batch = {name: a.reshape(run.task.micro_batches, -1, *a.shape[2:]) for name, a in batch.items()}
+            batch = {name: a.reshape(run.split.micro_batches, -1, *a.shape[2:]) for name, a in batch.items()}
             batch = jax.device_put(batch, run.layout.spec([None, "batch"]))
             told.append(jax.device_get((logits, jax.jit(run.forward.evaluate)(weights, {}, batch)[0])))
     np.testing.assert_allclose(told[1][0][..., :97], told[0][0], atol=2e-6)
