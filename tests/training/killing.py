@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 
-from jaxdist.training import trainer
+from jaxdist.training import task, trainer
 from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.meter import Meter
@@ -45,7 +45,7 @@ def die_at(moment: str, step: int, delay: float) -> None:
 def log_rows(path: str) -> None:
     """Which rows are in the batch that a step was given, and not which ones were asked for ahead of it."""
     rows_of, made = {}, {}
-    global_rows, batch, following, step = trainer.global_rows, trainer.Trainer.batch, Meter.next, Meter.step
+    global_rows, batch, following, step = task.global_rows, task.Task.batch_after, Meter.next, Meter.step
 
     def note_rows(*arguments):
         made["rows"] = global_rows(*arguments)
@@ -68,7 +68,7 @@ def log_rows(path: str) -> None:
 
     log = open(path, "a", buffering=1)  # noqa: SIM115
     log.write("start\n")
-    trainer.global_rows, trainer.Trainer.batch, Meter.next, Meter.step = note_rows, note_batch, note_next, write
+    task.global_rows, task.Task.batch_after, Meter.next, Meter.step = note_rows, note_batch, note_next, write
 
 
 if __name__ == "__main__":

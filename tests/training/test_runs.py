@@ -32,7 +32,7 @@ from jaxdist.training.metrics import Log
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import wandb_id
 from jaxdist.training.summary import folded
-from jaxdist.training.trainer import Trainer
+from jaxdist.training.task import Task
 from tests.training.conftest import SMALL, over
 from tests.training.curves import lines
 
@@ -456,14 +456,14 @@ def test_data_that_are_cut_while_a_run_reads_them_end_it_with_a_sentence(run, tm
     """One process is not alone in its folder of data. It is a failure: exit code 1, and no traceback."""
     path = tmp_path / "tokens.bin"
     (np.arange(20_000) % 300).astype("<u2").tofile(path)
-    batch = Trainer.batch
+    batch_after = Task.batch_after
 
     def cutting(self, step):
         if step == 3:
             os.truncate(path, 1000)
-        return batch(self, step)
+        return batch_after(self, step)
 
-    monkeypatch.setattr(Trainer, "batch", cutting)
+    monkeypatch.setattr(Task, "batch_after", cutting)
     with pytest.raises(DataLost, match=r"tokens.bin' was truncated while it was read: it has 1000 bytes") as error:
         run("cut", f"--data.path={path}", "--validation.every=0")
     assert error.value.exit_code == 1
