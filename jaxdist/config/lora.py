@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxdist.config.lora_targets import TARGETS, parse
 from jaxdist.config.matmuls import matmuls_of
 from jaxdist.config.model import ModelConfig
+from jaxdist.config.stacks import stacks_of
 
 ADAPTERS = "lora"
 """The name of the adapters among the parameters of attention and of an MLP."""
@@ -12,7 +13,8 @@ ADAPTERS = "lora"
 
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
     """Return the weights of a model that can have an adapter; experts, of which each token sees a few, have none."""
-    own = {part.name for matmul in matmuls_of(config).values() if matmul.adaptable for part in matmul.parts}
+    matmuls = [matmul for stack in stacks_of(config).values() for matmul in matmuls_of(stack).values()]
+    own = {part.name for matmul in matmuls if matmul.adaptable for part in matmul.parts}
     return tuple(target for target in TARGETS if target in own)
 
 

@@ -195,7 +195,11 @@ def sizes_of(config: ModelConfig) -> dict[str, int]:
 
 
 def matmuls_of(config: ModelConfig) -> dict[str, Matmul]:
-    """Return the weights of a layer that multiply tokens, by their paths, in the order in which a token meets them."""
+    """Return the weights of a layer that multiply tokens, by their paths, in the order in which a token meets them.
+
+    `config` is that of a stack, whose layers have the same (`stacks_of`).
+    """
+    assert not config.traits.forms, "layers of several forms have several tables"
     rows = [*_attention(config), *(_experts(config) if config.traits.routed else _mlp(config))]
     return {row.path: row for row in rows}
 
@@ -279,4 +283,4 @@ def _scale_onto_stream(config: ModelConfig) -> float:
 
     The papers of Llama do not say what theirs is.
     """
-    return 0.02 / (2 * config.layers) ** 0.5
+    return 0.02 / (2 * config.depth) ** 0.5

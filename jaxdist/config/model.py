@@ -27,7 +27,7 @@ from jaxdist.config.values import (
 
 
 class Kind(NamedTuple):
-    """What differs between the layers of a decoder beside the numbers in their weights, whose shapes are the same."""
+    """What differs between the layers of a stack beside the numbers in their weights, whose shapes are the same."""
 
     window: int
     """A token sees itself and at most window - 1 tokens before it; 0: all before it."""
@@ -58,6 +58,9 @@ class Traits(NamedTuple):
     """Whether each MLP is a mixture of experts, of which a router chooses some for each token."""
     period: tuple[Literal["sliding", "full"], ...] = ("sliding",)
     """The kinds of its layers, which repeat in this order; the last period may be cut short."""
+    forms: tuple[tuple[str, int], ...] = ()
+    """The forms of its layers, first to last, where they have different parameters (`stacks.FORMS`), each with how many
+    layers have it; the last has all that are left."""
 
 
 FAMILIES = {
@@ -170,6 +173,11 @@ class ModelConfig(Section):
         """The kinds of the layers of one period: layer i is of kind `kinds[i % len(kinds)]`."""
         of_name = {"sliding": Kind(self.window), "full": Kind(0)}
         return tuple(of_name[name] for name in self.traits.period)
+
+    @property
+    def depth(self) -> int:
+        """The layers that the residual stream goes through."""
+        return self.layers
 
     @property
     def shares_of_kinds(self) -> dict[Kind, float]:

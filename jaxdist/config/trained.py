@@ -7,6 +7,7 @@ from collections.abc import Callable
 from jaxdist.config import lora
 from jaxdist.config.matmuls import Matmul, matmuls_of
 from jaxdist.config.model import ModelConfig
+from jaxdist.config.stacks import stacks_of
 
 KNOBS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_base")
 """Knobs of `model` that say what is trained beside frozen weights."""
@@ -18,7 +19,10 @@ def trained(config: ModelConfig) -> Callable[[str], bool] | None:
 
 
 def trained_beside(config: ModelConfig) -> int:
-    """Return the parameters of a layer that stand beside its frozen weights: r times the ends of each adapted one."""
+    """Return the parameters of a layer that stand beside its frozen weights: r times the ends of each adapted one.
+
+    `config` is that of a stack.
+    """
     adapted = lora.adapted(config)
     ends = 0
     for matmul in matmuls_of(config).values():
@@ -26,6 +30,11 @@ def trained_beside(config: ModelConfig) -> int:
             if matmul.adaptable and part.name in adapted:
                 ends += matmul.size(matmul.inputs) + matmul.size(part.outputs)
     return config.lora_rank * ends
+
+
+def all_trained_beside(config: ModelConfig) -> int:
+    """Return the parameters of all layers that stand beside their frozen weights."""
+    return sum(stack.layers * trained_beside(stack) for stack in stacks_of(config).values())
 
 
 def learns(config: ModelConfig, matmul: Matmul) -> bool:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
 from jaxdist.config.matmuls import matmuls_of
+from jaxdist.config.stacks import first_layers, path_to, stacks_of
 from jaxdist.config.trained import trained
 from jaxdist.models import images
 from jaxdist.models.decoder import Aux, Block, Decoder
@@ -31,6 +31,28 @@ DECODERS = {"gpt": GPT, "llama": Llama, "moe": Moe}
 """The decoders by their family; the traits of a family are in `config.FAMILIES`."""
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Layers in a row that have the same parameters."""
+
+    name: str
+    """Its name in `params["blocks"]`; empty where it is the only one, which stands there itself."""
+    first: int
+    """The number of its first layer."""
+    kinds: range
+    """The numbers of its kinds of layers, which repeat in this order."""
+    aux_shapes: Mapping[str, tuple[int, ...]]
+    """The shapes of what one of its layers returns beside the residual stream (`decoder.Aux`)."""
+
+    def of(self, blocks: Any) -> Any:
+        """Return what belongs to this stack, of a tree or a module with what belongs to all layers."""
+        return blocks[self.name] if self.name else blocks
+
+    def alone(self, layers: Params) -> Params:
+        """Return what belongs to this stack, as a part of what belongs to all layers."""
+        return {self.name: layers} if self.name else layers
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """A decoder taken apart once, so that the engine uses nothing but `jax.*` transforms on plain dicts."""
@@ -39,8 +61,10 @@ class Model:
     """Builds the NNX module."""
     graph: nnx.GraphDef
     """The structure of the module, without arrays."""
+    stacks: Sequence[Stack]
+    """Its layers, first to last."""
     block_graphs: Sequence[nnx.GraphDef]
-    """The structures of its blocks, one for each kind of layer in a period."""
+    """The structures of its blocks, one for each kind of layer."""
     modules: Params
     """How its modules are nested, with nothing in the place of each parameter."""
     abstract: Params
@@ -51,13 +75,21 @@ class Model:
     """Names of the parameters whose values no gradient needs."""
     exact: frozenset[str] = frozenset()
     """Names of the parameters that are f32 at least in any compute dtype."""
-    aux_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The shapes of what a layer returns beside the residual stream (`decoder.Aux`)."""
 
     @property
     def period(self) -> int:
-        """How many kinds of layers there are, which repeat in their order."""
+        """How many kinds of layers there are; in the only stack of a model they repeat in their order."""
         return len(self.block_graphs)
+
+    @cached_property
+    def counted(self) -> Stack:
+        """The stack whose layers return something beside the residual stream, or the last if none does."""
+        return next((stack for stack in self.stacks if stack.aux_shapes), self.stacks[-1])
+
+    @property
+    def aux_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of what a layer of `counted` returns beside the residual stream."""
+        return self.counted.aux_shapes
 
     @property
     def vocab(self) -> int:
@@ -72,10 +104,11 @@ class Model:
 
     def cast(self, params: Params, dtype: DTypeLike) -> Params:
         """Return the parameters, of the model or of one layer, in `dtype`; the `exact` ones in f32 at least."""
+        paths = ["", *(path_to(stack.name) for stack in self.stacks)]
 
         def cast(path: tuple[Any, ...], w: jax.Array) -> jax.Array:
             name = name_of(path)
-            exact = name in self.exact or f"blocks.{name}" in self.exact
+            exact = any(path + name in self.exact for path in paths)
             return w.astype(wide(dtype) if exact else dtype)
 
         return jax.tree.map_with_path(cast, params)
@@ -94,7 +127,7 @@ class Model:
     ) -> tuple[Float[Array, "B s D"], Aux]:
         """Return (the residual stream after one layer, its aux).
 
-        `layer` is a slice of `params["blocks"]`, and `kind` the number of its kind in the period.
+        `layer` is a slice of a stack, and `kind` the number of its kind.
         """
         x, aux, _ = self._layer(layer, kind)(x, inputs)
         return x, aux
@@ -102,9 +135,10 @@ class Model:
     def steered(self, blocks: Params, aux: Aux) -> Params:
         """Return the parameters of layers that no gradient moves, after a step whose batch has the sums `aux`.
 
-        Both are stacked in the same way.
+        These are stacked as the layers of `counted` are in `blocks`.
         """
-        return self._layer(blocks).steered(aux)
+        stack = self.counted
+        return stack.alone(self._layer(stack.of(blocks), stack.kinds[0]).steered(aux))
 
     def block_with(
         self, layer: Params, x: Float[Array, "B S D"], inputs: BlockInputs, attend: Attend, kind: int = 0
@@ -131,46 +165,62 @@ class Model:
         return nnx.merge(self.graph, modules_of(self.modules, params))
 
     def _layer(self, layer: Params, kind: int = 0) -> Any:
-        return nnx.merge(self.block_graphs[kind], modules_of(self.modules["blocks"], layer))
+        (stack,) = (stack for stack in self.stacks if kind in stack.kinds)
+        return nnx.merge(self.block_graphs[kind], modules_of(stack.of(self.modules["blocks"]), layer))
 
 
 ModelT = TypeVar("ModelT", bound=Model | Foreign)
 """The kind of model that a forward pass or a task is for."""
 
 
-def describe(
-    make: Callable[[nnx.Rngs], Decoder],
-    dtype: DTypeLike = jnp.float32,
-    trained: Callable[[str], bool] | None = None,
-    other_kinds: Sequence[Callable[[nnx.Rngs], Block]] = (),
-) -> Model:
-    """Describe the module that `make` builds; runs no computation and touches no device.
+def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
+    """Describe the decoder that `config` asks for, laid out by `layout`; runs no computation and touches no device.
 
-    Its blocks are of the first kind; `other_kinds` build them as those of each further kind in a period.
-
-    `dtype` is that of its parameters at rest. Where only some are `trained`, these are f32, as those that are exact.
+    Its parameters at rest have the dtype that the configuration says; those that are trained beside frozen ones, and
+    those that are exact, are f32.
     """
-
-    def new_rngs() -> nnx.Rngs:
-        return nnx.Rngs(params=0, adapters=0)
-
-    module = nnx.eval_shape(lambda: make(new_rngs()))
-    blocks = [module.blocks, *(nnx.eval_shape(lambda make=make: make(new_rngs())) for make in other_kinds)]
+    make = partial(DECODERS[config.family], config, layout)
+    module = nnx.eval_shape(lambda: make(_new_rngs()))
+    stacks: list[Stack] = []
+    graphs: list[nnx.GraphDef] = []
+    first = first_layers(config)
+    for name, stack in stacks_of(config).items():
+        blocks = module.blocks[name] if name else module.blocks
+        kinds = range(len(graphs), len(graphs) + len(stack.kinds))
+        stacks.append(Stack(name, first[name], kinds, blocks.aux_shapes))
+        graphs += _graphs(stack, layout, blocks)
     graph, state = nnx.split(module)
     modules = nnx.to_pure_dict(state)
     axes = jax.tree.map(_axes, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
     exact = _marked(state, "exact")
+    of_trained = trained(config)
+
+    def stays(name: str) -> bool:
+        return name in exact or bool(of_trained and of_trained(name))
+
     return Model(
         make,
         graph,
-        [nnx.graphdef(of_kind) for of_kind in blocks],
+        stacks,
+        graphs,
         jax.tree.map(lambda _: None, modules),
-        _at_rest(parameters_of(modules), dtype, lambda name: name in exact or bool(trained and trained(name))),
+        _at_rest(parameters_of(modules), config.dtype_at_rest, stays),
         parameters_of(nnx.to_pure_dict(axes)),
         _marked(state, "forward_only"),
         exact,
-        module.blocks.aux_shapes,
     )
+
+
+def _graphs(config: ModelConfig, layout: Layout, blocks: Block) -> Iterator[nnx.GraphDef]:
+    """Yield the structure of the blocks of a stack for each of its kinds; `blocks` are those of the first."""
+    yield nnx.graphdef(blocks)
+    for kind in range(1, len(config.kinds)):
+        make = partial(DECODERS[config.family].stack, config, layout, kind=kind)
+        yield nnx.graphdef(nnx.eval_shape(lambda make=make: make(_new_rngs())))
+
+
+def _new_rngs() -> nnx.Rngs:
+    return nnx.Rngs(params=0, adapters=0)
 
 
 def _at_rest(abstract: Params, dtype: DTypeLike, stays: Callable[[str], bool]) -> Params:
@@ -204,13 +254,6 @@ def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model | Foreign:
     return build_decoder(config, layout)
 
 
-def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
-    """Build the decoder that `config` asks for, laid out by `layout`."""
-    decoder = DECODERS[config.family]
-    others = [partial(decoder.stacked, config, layout, kind=kind) for kind in range(1, len(config.kinds))]
-    return describe(lambda rngs: decoder(config, layout, rngs), config.dtype_at_rest, trained(config), others)
-
-
 def parameters(model: Model | Foreign) -> int:
     """Return the number of parameters; those that no gradient moves are not among them, and few."""
 
@@ -222,5 +265,8 @@ def parameters(model: Model | Foreign) -> int:
 
 def active_parameters(model: Model, config: ModelConfig) -> int:
     """Return the number of parameters that one token goes through: of the experts of a layer, those that it chooses."""
-    idle = sum(matmul.elements - matmul.elements_of_token for matmul in matmuls_of(config).values())
-    return parameters(model) - config.layers * idle
+    idle = 0
+    for stack in stacks_of(config).values():
+        matmuls = matmuls_of(stack).values()
+        idle += stack.layers * sum(matmul.elements - matmul.elements_of_token for matmul in matmuls)
+    return parameters(model) - idle

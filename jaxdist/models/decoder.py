@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
 from jaxdist.config.model import Kind
+from jaxdist.config.stacks import stacks_of
 from jaxdist.models.adapters import adapt
 from jaxdist.models.dropout import dropout
 from jaxdist.models.inputs import BlockInputs
@@ -73,6 +74,8 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """A decoder as `embed`, `blocks` (all layers, stacked on a leading L) and `loss` or `logits`, to run in this order.
 
+    Where layers have different parameters, `blocks` has a stack of each form (`config.stacks`).
+
     A model sets the attributes below and offers `make_block` and `embed`.
     """
 
@@ -80,19 +83,19 @@ class Decoder(nnx.Module):
     vocab: int
     """V: the tokens. On a mesh the tables may have further rows (`parallel.vocabulary`)."""
     table: nnx.Param
-    blocks: Block
+    blocks: Block | nnx.Dict
     norm: nnx.Module
     output: nnx.Param | None
     """The output projection; None where the embedding table serves as one."""
 
     @classmethod
     def make_block(cls, config: ModelConfig, kind: Kind, layout: Layout, rngs: nnx.Rngs) -> Block:
-        """Return one layer with new parameters, whose shapes are the same for all kinds."""
+        """Return one layer of a stack with new parameters, whose shapes are the same for all kinds."""
         raise NotImplementedError
 
     @classmethod
-    def stacked(cls, config: ModelConfig, layout: Layout, rngs: nnx.Rngs, kind: int = 0) -> Block:
-        """Return the blocks of all layers, with their adapters, stacked on a leading L.
+    def stack(cls, config: ModelConfig, layout: Layout, rngs: nnx.Rngs, kind: int = 0) -> Block:
+        """Return the blocks of a stack, with their adapters, stacked on a leading L.
 
         All are built as those of one kind, by its number in `config.kinds`.
         """
@@ -101,6 +104,12 @@ class Decoder(nnx.Module):
             return adapt(cls.make_block(config, config.kinds[kind], layout, rngs), config, layout, rngs)
 
         return jax.vmap(make)(rngs.split(config.layers))
+
+    @classmethod
+    def stacked(cls, config: ModelConfig, layout: Layout, rngs: nnx.Rngs) -> Block | nnx.Dict:
+        """Return the blocks of all layers: of the only stack, or of each stack under its name."""
+        stacks = {name: cls.stack(stack, layout, rngs) for name, stack in stacks_of(config).items()}
+        return stacks[""] if "" in stacks else nnx.Dict(stacks)
 
     def embed(self, tokens: Int[Array, "B S"], inputs: BlockInputs) -> Float[Array, "B s D"]:
         """Return the residual stream before the first block."""

@@ -6,13 +6,16 @@ Qwen3-MoE (Yang et al. 2025, section 2).
 
 from __future__ import annotations
 
+from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxdist.config import ModelConfig
+from jaxdist.config.model import Kind
 from jaxdist.models.decoder import Aux, Block
 from jaxdist.models.experts import Experts
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.llama import Llama
-from jaxdist.sharding import Params
+from jaxdist.sharding import Layout, Params
 
 
 class RoutedBlock(Block):
@@ -35,7 +38,14 @@ class RoutedBlock(Block):
 
 
 class Moe(Llama):
-    """The decoder of Llama with routed blocks."""
+    """The decoder of Llama with routed blocks, or with some of them."""
 
     block_type = RoutedBlock
     mlp_type = Experts
+
+    @classmethod
+    def make_block(cls, config: ModelConfig, kind: Kind, layout: Layout, rngs: nnx.Rngs) -> Block:
+        """Return one layer of a stack with new parameters; without experts it is Llama's."""
+        if not config.traits.routed:
+            return Llama.make_block(config, kind, layout, rngs)
+        return super().make_block(config, kind, layout, rngs)

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from jaxdist import __version__
-from jaxdist.config import Config, compute_dtype
+from jaxdist.config import Config, ModelConfig, compute_dtype
+from jaxdist.config.stacks import first_layers, path_to
 from jaxdist.config.trained import merged
 from jaxdist.files import write_whole
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
@@ -59,7 +60,7 @@ def write_safetensors(config: Config, which: str, path: Path) -> dict[str, Any]:
             "config": to_toml(config.model_copy(update={"model": merged(config.model)})),
         }
         with weights(config, checkpoints, found) as params:
-            parts = dict(_by_layer(params, stacked=not config.model.images))
+            parts = dict(_by_layer(params, config.model))
             for name, array in checkpoints.arrays(found, "variables").items():
                 parts[f"variables.{name}"] = Part(array)
             tensors = [Tensor(name, "F32", parts[name].shape) for name in sorted(parts)]
@@ -132,13 +133,14 @@ class Part:
         return read(self.array, region).astype(np.float32, copy=False).reshape(-1).view(np.uint8).data
 
 
-def _by_layer(arrays: Mapping[str, Readable], stacked: bool) -> Iterator[tuple[str, Part]]:
-    """Yield (name, part) of every array; if `stacked`, one for each layer of the blocks, whose arrays are [L, ...]."""
+def _by_layer(arrays: Mapping[str, Readable], model: ModelConfig) -> Iterator[tuple[str, Part]]:
+    """Yield (name, part) of every array; of a decoder, one for each layer of a stack, whose arrays are [L, ...]."""
+    firsts = {} if model.images else {path_to(stack): first for stack, first in first_layers(model).items()}
     for name, array in arrays.items():
-        first, _, rest = name.partition(".")
+        stack = next((path for path in firsts if name.startswith(path)), "")
         # Other programs expect a layer by itself, not [L, ...].
-        if stacked and first == BLOCKS:
-            for layer in range(array.shape[0]):
-                yield f"{first}.{layer}.{rest}", Part(array, layer)
+        if stack:
+            for place in range(array.shape[0]):
+                yield f"{BLOCKS}.{firsts[stack] + place}.{name.removeprefix(stack)}", Part(array, place)
         else:
             yield name, Part(array)

@@ -15,7 +15,14 @@ from jaxdist.mesh.split import Split
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.sharding import Layout
 from jaxdist.training.forward.decoder import DecoderForward
-from tests.kinds import LAYERS, PERIOD, llama_of_several_kinds  # noqa: F401  # used by itself
+from tests.kinds import (  # noqa: F401  # fixtures are used by themselves
+    DENSE,
+    LAYERS,
+    PERIOD,
+    llama_of_several_kinds,
+    moe_of_two_forms,
+    written_out,
+)
 from tests.parity import cases
 
 MODEL = cases.LLAMA.model_copy(update=dict(layers=LAYERS, heads=4, window=5))
@@ -58,13 +65,6 @@ def test_less_than_a_period_and_whole_ones(layers):
     check("data=2,model=2", dict(stage=3), layers)
 
 
-def written_out(model: models.Model, params: dict, tokens: jax.Array) -> jax.Array:
-    x = model.embed(params, tokens)
-    for i in range(len(jax.tree.leaves(params["blocks"])[0])):
-        x, _ = model.block(jax.tree.map(lambda a, i=i: a[i], params["blocks"]), x, kind=i % model.period)
-    return model.logits(params, x)
-
-
 def test_loss_and_gradient_are_those_of_the_layers_written_out():
     """And not those of layers that all have the window, or have none."""
     mesh = make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
@@ -80,7 +80,9 @@ def test_loss_and_gradient_are_those_of_the_layers_written_out():
 
     with jax.set_mesh(mesh):
         found = outcome(lambda params: forward.logits(params, tokens), params)
-        wanted = outcome(lambda params: written_out(model, params, tokens), params)
+        wanted = outcome(
+            lambda params: model.logits(params, written_out(model, params, model.embed(params, tokens))), params
+        )
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, wanted)
     for same in ("sliding", "full"):
         traits = FAMILIES["llama"]._replace(period=(same,))
@@ -95,3 +97,55 @@ def test_a_pipeline_is_refused():
     config = Config(model=MODEL, mesh="pipeline=2")
     with pytest.raises(ValueError, match=r"layers of llama are of several kinds, in a period of 3, .* pipeline"):
         stages_of(Split(config, parse_mesh(config.mesh)))
+
+
+MIXTURE = cases.LLAMA.model_copy(
+    update=dict(family="moe", layers=DENSE + 2, mlp=48, experts=4, expert_mlp=24, balance_loss=1e-2, z_loss=1e-3)
+)
+"""Two dense layers, and two routed ones."""
+
+MIXTURE_ROWS = {
+    "ZeRO 3": ("data=2,model=2", dict(stage=3)),
+    "experts": ("data=2,expert=2,model=2", dict(stage=2, accumulation=4, remat="block", sequence=True)),
+    "offload": ("expert=2,context=2", dict(remat="offload", context="ring")),
+}
+"""(mesh, options)."""
+
+
+@cache
+def mixture_on_one_device() -> cases.Outcome:
+    return cases.train(model=MIXTURE)
+
+
+def check_mixture(mesh: str, options: dict) -> None:
+    model = MIXTURE.model_copy(update={"remat": options.get("remat", "none"), "capacity_factor": 0.5})
+    layout = {name: value for name, value in options.items() if name != "remat"}
+    found, wanted = cases.train(mesh, model=model, **layout), mixture_on_one_device()
+    cases.assert_equal(found, wanted)
+    assert found.counts["load"].shape == (2, MIXTURE.experts)
+    np.testing.assert_array_equal(found.counts["load"], wanted.counts["load"])
+
+
+def test_dense_layers_and_then_experts_equal_one_device():
+    check_mixture(*MIXTURE_ROWS["ZeRO 3"])
+    blocks = mixture_on_one_device().after["blocks"]
+    assert blocks["dense"]["mlp"]["gate_up"].shape == (DENSE, 32, 2, 48)
+    assert blocks["routed"]["mlp"]["gate_up"].shape == (2, 4, 32, 2, 24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [row for row in MIXTURE_ROWS if row != "ZeRO 3"])
+def test_dense_layers_and_then_experts_on_every_mesh(row):
+    check_mixture(*MIXTURE_ROWS[row])
+
+
+def test_the_layers_of_a_mixture_are_those_written_out():
+    mesh = make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
+    layout = Layout.of(Split(Config(model=MIXTURE), parse_mesh("1x1x1")), mesh)
+    model = models.build(MIXTURE, layout)
+    params = cases.weights(MIXTURE)
+    tokens = jnp.asarray(cases.rows()[0][:4])
+    with jax.set_mesh(mesh):
+        found = jax.jit(DecoderForward(model, layout).logits)(params, tokens)
+        wanted = model.logits(params, written_out(model, params, model.embed(params, tokens)))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)

@@ -14,6 +14,7 @@ from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.parallel.partial_trees import joined
 from jaxdist.training.decoding import Choice, Decoding
 from jaxdist.training.run import Run
+from tests.kinds import written_out
 
 SEQUENCE, VOCAB = 24, 97
 GREEDY = Choice(temperature=0.0, top_k=0)
@@ -27,6 +28,7 @@ FAMILIES = {
     "kinds": {"family": "llama", "kv_heads": 4, "window": 5, "layers": 7},
     "lora": {"family": "llama", "kv_heads": 2, "lora_rank": 2, "lora_dropout": 0.5},
     "moe": {"family": "moe", "kv_heads": 2, "experts": 4, "mlp": 16},
+    "forms": {"family": "moe", "kv_heads": 2, "experts": 4, "expert_mlp": 16, "layers": 4, "window": 7},
 }
 
 
@@ -73,11 +75,7 @@ def whole_pass(family: str):
 
     @jax.jit
     def logits(params, texts):
-        x = model.embed(params, texts)
-        for i in range(run.config.model.layers):
-            layer = jax.tree.map(lambda a, i=i: a[i], params["blocks"])
-            x, _ = model.block(layer, x, kind=i % model.period)
-        return model.logits(params, x)
+        return model.logits(params, written_out(model, params, model.embed(params, texts)))
 
     def on_one_device(texts):
         with jax.set_mesh(run.mesh):

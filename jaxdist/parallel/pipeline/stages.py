@@ -17,6 +17,7 @@ import numpy as np
 from jax import P
 from jaxtyping import Array, Bool, Int
 
+from jaxdist.config.stacks import forms_of
 from jaxdist.mesh import PIPELINE
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted
@@ -138,6 +139,11 @@ def stages_of(asked: Split) -> Stages | None:
         return None
     ranks = asked.size(PIPELINE)
     virtual = asked.config.pipeline.virtual
+    if forms := forms_of(asked.config.model):
+        raise ValueError(
+            f"the layers of {asked.config.model.family} are {forms}, with different parameters, and stages of a "
+            f"pipeline have layers of one form; set {PIPELINE} to 1"
+        )
     period = len(asked.config.model.kinds)
     if period > 1:
         raise ValueError(

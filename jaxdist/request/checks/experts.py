@@ -60,6 +60,11 @@ def check_upcycling(model: ModelConfig, dense: ModelConfig, folder: Path) -> Non
             f"init_from '{folder}' is a run of model.family {dense.family}, whose layers are not those of "
             f"{model.family}; begin with a run of llama, or of {model.family}"
         )
+    if model.traits.forms:
+        raise RequestError(
+            f"init_from '{folder}' is a run of model.family {dense.family}, whose layers have one form, and those of "
+            f"{model.family} have several; begin with a run of {model.family}"
+        )
     because = f"but init_from '{folder}' is a dense run, and its MLP is each expert of a token at first"
     problems = []
     if not model.router_renormalize:

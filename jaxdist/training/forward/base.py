@@ -73,10 +73,12 @@ class ForwardBase(Generic[ModelT]):
 
     @property
     def aux_abstract(self) -> Params:
-        """The shapes of these sums of all layers, stacked as the layers are."""
+        """The shapes of these sums of all layers that make them, stacked as these layers are."""
         if not self.aux_shapes:
             return {}
-        layers, place = (jax.tree.leaves(tree[BLOCKS])[0] for tree in (self.abstract, self.places))
+        assert isinstance(self.model, Model)
+        stack = self.model.counted
+        layers, place = (jax.tree.leaves(stack.of(tree[BLOCKS]))[0] for tree in (self.abstract, self.places))
         stack = layers.shape[: place.role.stacked]
         return {
             name: jax.ShapeDtypeStruct((*stack, *shape), wide(self.dtype)) for name, shape in self.aux_shapes.items()
@@ -118,7 +120,8 @@ class ForwardBase(Generic[ModelT]):
         positions = self.positions(batch)
         if positions is None or not aux:
             return {}
-        layers = jax.tree.leaves(self.model.abstract[BLOCKS])[0].shape[0]
+        assert isinstance(self.model, Model)
+        layers = jax.tree.leaves(self.model.counted.of(self.model.abstract[BLOCKS]))[0].shape[0]
         return balance.reported(aux, layers, positions)
 
     def steered(self, params: Params, aux: Aux) -> Params:

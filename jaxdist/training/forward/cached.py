@@ -6,7 +6,9 @@ device attends to its own slots, and the results are joined by their log sum exp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +17,17 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
+from jaxdist.config.model import Kind
+from jaxdist.config.stacks import stacks_of
 from jaxdist.mesh.split import heads_of
-from jaxdist.models import Params, build_decoder
+from jaxdist.models import Params, Stack, build_decoder
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.decoding import Cache, attend_to_slots, slots_of, tokens_in
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.scores import Scores
 from jaxdist.parallel import placing, region, zero
 from jaxdist.parallel.context import Starts, join_over
-from jaxdist.parallel.pipeline.relay import Layer, Place, relay
+from jaxdist.parallel.pipeline.relay import Place, relay
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.sharding import BATCH, SLOTS, STAGES, Layout, Tree, forward_spec
 from jaxdist.training.forward.decoder import DecoderForward
@@ -31,7 +35,7 @@ from jaxdist.training.forward.offload import to_device
 from jaxdist.training.forward.pipeline import PipelineForward
 
 Caches = tuple[Cache, ...]
-"""A cache for each kind of layer in a period."""
+"""A cache for each kind of layer."""
 
 
 class CachedForward:
@@ -46,9 +50,12 @@ class CachedForward:
         """The layout inside the region."""
         self.model = build_decoder(config, self.inner)
         self.piped = forward.stages is not None
-        self.kinds = range(len(config.kinds))
-        self.stages = forward.stages or Stages(1, 1, (config.layers,), len(config.kinds))
-        axes = self.stages.axes(self.model.axes) if self.piped else self.model.axes
+        stacks = stacks_of(config).values()
+        self.kinds = [kind for stack in stacks for kind in stack.kinds]
+        """The kinds of layers by their numbers."""
+        self.stages = [forward.stages or Stages(1, 1, (stack.layers,), len(stack.kinds)) for stack in stacks]
+        """Where the layers of each stack run."""
+        axes = forward.stages.axes(self.model.axes) if forward.stages else self.model.axes
         self.places = placing.placements(self.layout, axes, forward.abstract, placing.ZeroOptions(forward.stage))
         self.top_places = {name: place for name, place in self.places.items() if name != BLOCKS}
         lead = 3 if self.piped else 1
@@ -136,12 +143,14 @@ class CachedForward:
         sources = [begins[:, None] + jnp.maximum(0, self._tokens_in(kind, lengths - 1)) for kind in self.kinds]
         inputs = BlockInputs(starts=starts)
 
-        def layer(w: Params, x: jax.Array, caches: Caches, place: Place) -> tuple[jax.Array, Caches]:
+        def layer(stack: Stack, w: Params, x: jax.Array, caches: Caches, place: Place) -> tuple[jax.Array, Caches]:
+            kind = stack.kinds[place.kind]
+
             def attend(scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
                 found = causal_attention(self.inner, scores, q, k, v, starts)
-                return found, Cache(*(_taken(a, sources[place.kind]) for a in (k, v)))
+                return found, Cache(*(_taken(a, sources[kind]) for a in (k, v)))
 
-            x, made = self.model.block_with(self._in_use(self.layer_places, w), x, inputs, attend, place.kind)
+            x, made = self.model.block_with(self._in_use(stack.of(self.layer_places), w), x, inputs, attend, kind)
             cache = Cache(*(_put(all_, new, place) for all_, new in zip(caches[place.kind], made, strict=True)))
             return x, _replaced(caches, place.kind, cache)
 
@@ -157,14 +166,16 @@ class CachedForward:
         """Do the work of `step` on one device."""
         # The only token of a row has index 0.
         inputs = BlockInputs(starts=-positions[:, None])
+        counts = [self._count(kind) for kind in self.kinds]
         slots = [self._slots(kind) for kind in self.kinds]
         held = [self._tokens_in(kind, positions) for kind in self.kinds]
         rows = jnp.arange(len(tokens))
 
-        def layer(w: Params, x: jax.Array, caches: Caches, place: Place) -> tuple[jax.Array, Caches]:
-            own = slots[place.kind]
+        def layer(stack: Stack, w: Params, x: jax.Array, caches: Caches, place: Place) -> tuple[jax.Array, Caches]:
+            kind = stack.kinds[place.kind]
+            own = slots[kind]
             # A slot that is another device's, or written when it is another rank's turn, is out of bounds and dropped.
-            slot = jnp.where(place.counts, positions % self._count(place.kind) - own[0], len(own))
+            slot = jnp.where(place.counts, positions % counts[kind] - own[0], len(own))
 
             def write(to: jax.Array, new: jax.Array) -> jax.Array:
                 at = to.at[place.chunk, place.of_kind, rows, slot]
@@ -174,10 +185,10 @@ class CachedForward:
                 cache = caches[place.kind]
                 written = Cache(write(cache.k, k), write(cache.v, v))
                 own_k, own_v = (a[place.chunk, place.of_kind] for a in written)
-                found = attend_to_slots(scores, q, own_k, own_v, held[place.kind], positions)
+                found = attend_to_slots(scores, q, own_k, own_v, held[kind], positions)
                 return join_over(self.inner.split(SLOTS), found).out.astype(q.dtype), written
 
-            x, cache = self.model.block_with(self._in_use(self.layer_places, w), x, inputs, attend, place.kind)
+            x, cache = self.model.block_with(self._in_use(stack.of(self.layer_places), w), x, inputs, attend, kind)
             return x, _replaced(caches, place.kind, cache)
 
         tops = self._tops(weights)
@@ -185,13 +196,18 @@ class CachedForward:
         x, cache = self._through(layer, weights, x, jax.tree.map(_own_stage, cache))
         return jax.tree.map(lambda a: a[:, None], cache), self._logits(tops, x)
 
-    def _through(self, layer: Layer, weights: Params, x: jax.Array, cache: Caches) -> tuple[jax.Array, Caches]:
-        """Run all layers on the residual stream `x`."""
-        if self.piped:
-            blocks = jax.tree.map(_own_stage, weights[BLOCKS])
-        else:
-            blocks = jax.tree.map(lambda w: w[None], weights[BLOCKS])
-        return relay(self.stages, layer, blocks, x, cache)
+    def _through(
+        self, layer: Callable[..., tuple[jax.Array, Caches]], weights: Params, x: jax.Array, cache: Caches
+    ) -> tuple[jax.Array, Caches]:
+        """Run all layers on the residual stream `x`; `layer` takes the stack that it is in before what `relay` says."""
+        made: Caches = ()
+        for stack, stages in zip(self.model.stacks, self.stages, strict=True):
+            blocks = stack.of(weights[BLOCKS])
+            blocks = jax.tree.map(_own_stage if self.piped else _as_chunk, blocks)
+            own = cache[stack.kinds.start : stack.kinds.stop]
+            x, own = relay(stages, partial(layer, stack), blocks, x, own)
+            made += own
+        return x, made
 
     def _logits(self, tops: Params, x: Float[Array, "B 1 D"]) -> Float[Array, "B V"]:
         """Return this device's part of the logits after one token in each row."""
@@ -225,15 +241,15 @@ class CachedForward:
         axes = (*self.layout.split(BATCH), *self.layout.split(SLOTS), *self.layout.split(STAGES))
         return region.vary(x, axes)
 
-    def _count(self, kind: int) -> int:
+    def _count(self, kind: Kind) -> int:
         """Return the slots of a row in layers of a kind, on all devices."""
-        return slots_of(self.config.kinds[kind], self.config.sequence, self.inner.parts(SLOTS))
+        return slots_of(kind, self.config.sequence, self.inner.parts(SLOTS))
 
-    def _slots(self, kind: int) -> Int[Array, " C"]:
+    def _slots(self, kind: Kind) -> Int[Array, " C"]:
         """Return the slots that this device holds of layers of a kind."""
         return self.inner.positions(self._count(kind) // self.inner.parts(SLOTS), SLOTS)
 
-    def _tokens_in(self, kind: int, positions: Int[Array, " B"]) -> Int[Array, "B C"]:
+    def _tokens_in(self, kind: Kind, positions: Int[Array, " B"]) -> Int[Array, "B C"]:
         """Return which tokens are in these slots, where the last one of a row is at `positions`."""
         return tokens_in(self._slots(kind), self._count(kind), positions)
 
@@ -242,19 +258,29 @@ class CachedForward:
         heads = heads_of(self.config, self.layout.parts("heads"))
         axes = [axis for name in (STAGES, BATCH, SLOTS, "heads") for axis in self.layout.split(name)]
 
-        def empty(kind: int) -> Cache:
-            layers = len(range(kind, self.stages.depth, self.stages.period))
+        def empty(stages: Stages, number: int, kind: Kind) -> Cache:
+            layers = len(range(number, stages.depth, stages.period))
             slots = self._count(kind) // self.layout.parts(SLOTS)
-            shape = (self.stages.virtual, layers, rows, slots, heads.key_value)
+            shape = (stages.virtual, layers, rows, slots, heads.key_value)
             sizes = (heads.key_size, heads.value_size)
             return Cache(*(region.zeros((*shape, size), self.forward.dtype, axes) for size in sizes))
 
-        return tuple(empty(kind) for kind in self.kinds)
+        stacks = zip(self.model.stacks, self.stages, strict=True)
+        return tuple(
+            empty(stages, number, self.kinds[kind])
+            for stack, stages in stacks
+            for number, kind in enumerate(stack.kinds)
+        )
 
 
 def _own_stage(a: jax.Array) -> jax.Array:
     """Return [v, depth, ...] of a device's part [v, 1, depth, ...]."""
     return a[:, 0]
+
+
+def _as_chunk(a: jax.Array) -> jax.Array:
+    """Return layers [L, ...] as the only chunk of a rank [1, L, ...]."""
+    return a[None]
 
 
 def _taken(a: Float[Array, "R T ..."], source: Int[Array, "B S"]) -> Float[Array, "B S ..."]:

@@ -1,4 +1,4 @@
-"""The loss of a model that offers `embed`, `block` and `loss`: one `scan` over its stacked layers.
+"""The loss of a model that offers `embed`, `block` and `loss`: one `scan` over each stack of its layers.
 
 At ZeRO stages 2 and 3 (FSDP) a layer's weights are gathered, and its gradient is reduced, inside that scan. All k
 micro-batches run inside each layer, one after the other, so that this happens once per step.
@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.mesh.split import saved_by_layer
-from jaxdist.models import Model, Params
+from jaxdist.models import Model, Params, Stack
 from jaxdist.models.decoder import Aux
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.parallel import periods, placing
@@ -143,8 +143,24 @@ class DecoderForward(AccumulatingForward[Model]):
 
         The arrays of `inputs` have a dim of k micro-batches before their others.
         """
-        layers = jax.tree.leaves(weights[BLOCKS])[0].shape[0]
-        places = jax.tree.map(lambda p: p.layer, self.places[BLOCKS])
+        layers = sum(_depth(stack.of(weights[BLOCKS])) for stack in self.model.stacks)
+
+        def embed(tokens: Int[Array, "B S"], inputs: BlockInputs) -> Float[Array, "B s D"]:
+            return self.model.embed(self.cast(weights), tokens, inputs.of_layer(layers))
+
+        # The embedding has a dropout key of its own: it takes the number after the last layer's.
+        x = _each(embed, tokens, inputs)
+        found: Aux = {}
+        for stack in self.model.stacks:
+            x, aux = self._through(stack, weights, sinks, x, inputs)
+            found |= aux
+        return x, found
+
+    def _through(
+        self, stack: Stack, weights: Params, sinks: Params | None, x: Float[Array, "k B s D"], inputs: BlockInputs
+    ) -> tuple[Float[Array, "k B s D"], Aux]:
+        """Return (the residual stream after the layers of a stack, their aux)."""
+        places = jax.tree.map(lambda p: p.layer, stack.of(self.places[BLOCKS]))
 
         def block(
             kind: int, x: Float[Array, "k B s D"], layer: tuple[Int[Array, ""], Params, Params | None]
@@ -161,15 +177,11 @@ class DecoderForward(AccumulatingForward[Model]):
             x, aux = _each(one, x, inputs)
             return x, jax.tree.map(lambda a: a.sum(0), aux)
 
-        def embed(tokens: Int[Array, "B S"], inputs: BlockInputs) -> Float[Array, "B s D"]:
-            return self.model.embed(self.cast(weights), tokens, inputs.of_layer(layers))
-
-        # The embedding has a dropout key of its own: it takes the number after the last layer's.
-        x = _each(embed, tokens, inputs)
-        block_sinks = sinks.get(BLOCKS) if sinks else None
-        numbered = (jnp.arange(layers), weights[BLOCKS], block_sinks)
-        blocks = [self.remat_all(partial(block, kind)) for kind in range(self.model.period)]
-        return periods.scan(blocks, x, numbered, unroll=self.unroll)
+        of_stack = stack.of(weights[BLOCKS])
+        sinks_of_stack = stack.of(sinks[BLOCKS]) if sinks and BLOCKS in sinks else None
+        numbers = jnp.arange(stack.first, stack.first + _depth(of_stack))
+        blocks = [self.remat_all(partial(block, kind)) for kind in stack.kinds]
+        return periods.scan(blocks, x, (numbers, of_stack, sinks_of_stack), unroll=self.unroll)
 
     def _gather_tops(self, weights: Params, sinks: Params | None) -> Params:
         """Return `weights` with everything except the blocks ready for use."""
@@ -180,6 +192,11 @@ class DecoderForward(AccumulatingForward[Model]):
 
 def _without_blocks(tree: dict[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in tree.items() if name != BLOCKS}
+
+
+def _depth(layers: Tree) -> int:
+    """Return the number of layers [L, ...]."""
+    return jax.tree.leaves(layers)[0].shape[0]
 
 
 def _each(f: Callable[..., Any], *parts: Tree) -> Any:
