@@ -55,7 +55,9 @@ def predict(sharded: ShardedModel) -> list[Transfer]:
     if isinstance(sharded.model, Foreign):
         found.append(_statistics(sharded, sharded.model))
     else:
-        found += [corrected(Sent(one, step), corrections) for one in stream_traffic.predict(step)]
+        for stack in step.stacks:
+            found += [corrected(Sent(one, stack), corrections) for one in stream_traffic.of_stack(stack)]
+        found += [corrected(Sent(one, step), corrections) for one in stream_traffic.beside_stacks(step)]
     return [one for one in found if one.devices > 1 and one.calls]
 
 

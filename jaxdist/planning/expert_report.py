@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxdist.config import ModelConfig
-from jaxdist.config.trained import trained_beside
+from jaxdist.config.trained import all_trained_beside
 from jaxdist.mesh import EXPERT
 from jaxdist.mesh.split import Split
 from jaxdist.models import Model, active_parameters, parameters
@@ -23,7 +23,7 @@ def model_size(config: ModelConfig, model: Model | Foreign) -> str:
     if config.traits.routed and isinstance(model, Model):
         text += f", {active_parameters(model, config):,} of them active for a token"
     if config.frozen:
-        beside = config.layers * trained_beside(config)
+        beside = all_trained_beside(config)
         text += (
             f"; LoRA of rank {config.lora_rank} trains {beside:,} of them ({beside / count:.2%}), beside a base in "
             f"{config.dtype_at_rest}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from jaxdist.config import Config
+from jaxdist.config import Config, ModelConfig
 from jaxdist.config.matmuls import columns_of
+from jaxdist.config.stacks import path_to, stacks_of
 from jaxdist.config.trained import learns
 
 WHOLE_BLOCK = ("block", "stage", "offload")
@@ -15,18 +16,22 @@ def learns_tables(config: Config) -> bool:
     return not config.model.frozen
 
 
-def learns_columns(config: Config, logical: str) -> bool:
+def learns_columns(stack: ModelConfig, logical: str) -> bool:
     """Return whether the residual stream enters trained weights along `logical`, whose gradients need it again."""
-    return any(learns(config.model, matmul) for matmul in columns_of(config.model)[logical])
+    return any(learns(stack, matmul) for matmul in columns_of(stack)[logical])
 
 
-def enters_again(config: Config, logical: str) -> bool:
+def enters_again(stack: ModelConfig, logical: str) -> bool:
     """Return whether the backward pass of a layer needs once more what enters the columns along `logical`."""
-    return config.model.remat in WHOLE_BLOCK or learns_columns(config, logical)
+    return stack.remat in WHOLE_BLOCK or learns_columns(stack, logical)
 
 
 def forward_only(config: Config) -> frozenset[str]:
     """Return the names of parameters whose values no gradient needs because the weights behind them are frozen."""
-    unused = [matmuls for logical, matmuls in columns_of(config.model).items() if not enters_again(config, logical)]
-    # A norm with a bias shifts what enters these weights.
-    return frozenset(f"blocks.{matmul.norm}.bias" for matmuls in unused for matmul in matmuls)
+    found = set()
+    for name, stack in stacks_of(config.model).items():
+        for logical, matmuls in columns_of(stack).items():
+            if not enters_again(stack, logical):
+                # A norm with a bias shifts what enters these weights.
+                found |= {f"{path_to(name)}{matmul.norm}.bias" for matmul in matmuls}
+    return frozenset(found)

@@ -28,6 +28,7 @@ from typing import NamedTuple, TypedDict
 import jax
 
 from jaxdist.config import Config
+from jaxdist.config.stacks import path_to, stacks_of
 from jaxdist.mesh.split import Split, compute_width
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.crossing import with_replicas
@@ -130,7 +131,7 @@ def _classifier(sharded: ShardedModel, model: Foreign) -> Memory:
     at_rest = _at_rest(config, parameters)
     sizes = config.model
     pixels = sizes.image**2 * sizes.channels
-    elements = _elements([p for p in parameters if p.trained])
+    elements = _elements(config, [p for p in parameters if p.trained])
     return Memory(
         **at_rest,
         batch=F32 * split.rows * split.micro_batches * (pixels + 1),
@@ -167,13 +168,14 @@ def _decoder(sharded: ShardedModel) -> Memory:
     layout = sharded.layout
     parameters = sharded.parameters
     at_rest = _at_rest(config, parameters)
-    elements = _elements([p for p in parameters if p.trained])
-    sizes = config.model
+    elements = _elements(config, [p for p in parameters if p.trained])
+    stacks = stacks_of(config.model).values()
     width = split.width
     k = split.micro_batches
     # Groups of micro-batches run one after the other, each with activations of its own.
     groups = 1 if split.inside else k
-    kept = width * split.tokens * k // groups * sizes.layers * saved_per_token(sizes, layout, split.saved)
+    saved = sum(stack.layers * saved_per_token(stack, layout, split.saved) for stack in stacks)
+    kept = width * split.tokens * k // groups * saved
     to_host = 0
     if split.saved == "offload":
         to_host = kept
@@ -184,7 +186,7 @@ def _decoder(sharded: ShardedModel) -> Memory:
         gradients=_gradients(sharded, elements),
         weights=_weights(sharded),
         activations=kept - to_host,
-        working=working(sizes, layout, split.rows, width, split.saved, later=later),
+        working=max(working(stack, layout, split.rows, width, split.saved, later=later) for stack in stacks),
         host_activations=to_host,
         host_traffic=_host_traffic(config, parameters) + groups * to_host,
     )
@@ -323,7 +325,7 @@ def _weights(sharded: ShardedModel) -> int:
     width = compute_width(config)
     total = 0
     for precision, group in by_precision(config, parameters).items():
-        total += int(step_bytes.weights(zero, width, _elements(group), precision))
+        total += int(step_bytes.weights(zero, width, _elements(config, group), precision))
     if zero < 3:
         # For trained weights the estimate of gradients has room for a layer that is cut out: the last gradients are
         # made when few activations are left.
@@ -332,17 +334,19 @@ def _weights(sharded: ShardedModel) -> int:
     return total
 
 
-def _elements(parameters: list[Placed]) -> Elements:
+def _elements(config: Config, parameters: list[Placed]) -> Elements:
     """Return the elements of all parameters; the largest of those outside the layers counts as there at once.
 
-    Tables are used one after the other. A model without layers has all its parameters in use at once.
+    Tables are used one after the other, and so are layers. A model without layers has all its parameters in use at
+    once.
     """
-    layer = [p.at_once for p in parameters if p.stacked]
+    paths = [path_to(name) for name in stacks_of(config.model)]
+    layer = max(sum(p.at_once for p in parameters if p.name.startswith(path)) for path in paths)
     tables = [p.use for p in parameters if not p.stacked]
     return Elements(
         held=sum(p.held for p in parameters),
         rest=sum(p.rest for p in parameters),
         use=sum(p.use for p in parameters),
-        layer=sum(layer) if layer else sum(tables),
+        layer=layer or sum(tables),
         outside=max(tables, default=0) if layer else 0,
     )

@@ -16,10 +16,11 @@ tick of the schedule; all ranks run all ticks, t(X) of which have slot X:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from jaxdist.config import Config
+from jaxdist.config import Config, ModelConfig
+from jaxdist.config.stacks import stacks_of
 from jaxdist.mesh import CONTEXT, PIPELINE
 from jaxdist.mesh.context import ulysses_elements
 from jaxdist.mesh.split import Split
@@ -209,6 +210,18 @@ class Step:
     def config(self) -> Config:
         """The configuration."""
         return self.split.config
+
+    @property
+    def stacks(self) -> list[Step]:
+        """The step of each stack of layers, as if the model had no others; stages of a pipeline have one stack."""
+        stacks = stacks_of(self.config.model)
+        if len(stacks) == 1:
+            return [self]
+        return [self._of_stack(stack) for stack in stacks.values()]
+
+    def _of_stack(self, stack: ModelConfig) -> Step:
+        config = self.config.model_copy(update={"model": stack})
+        return replace(self, split=replace(self.split, config=config), runs=replace(self.runs, layers=stack.layers))
 
     @property
     def staged(self) -> bool:

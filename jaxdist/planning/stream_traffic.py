@@ -43,9 +43,19 @@ BETWEEN_STAGES = {"F": "residual stream between stages", "B": "its gradient betw
 
 
 def predict(step: Step) -> Iterator[Transfer]:
-    """Yield the transfers of a decoder's activations and of their gradients."""
+    """Yield the transfers of the activations of a decoder with one stack, and of their gradients."""
+    yield from of_stack(step)
+    yield from beside_stacks(step)
+
+
+def of_stack(step: Step) -> Iterator[Transfer]:
+    """Yield those between the matmuls of the layers, for the step of a stack."""
     yield from _layers(step)
     yield from expert_traffic.predict(step)
+
+
+def beside_stacks(step: Step) -> Iterator[Transfer]:
+    """Yield all others: those of attention, which is the same in all layers, and those at the ends of the layers."""
     yield from context_traffic.predict(step)
     yield from _ends(step)
     yield _statistics(step)
@@ -90,7 +100,7 @@ def _gathers(step: Step, logical: str) -> Count:
         anew = passes.backward * (not runs.keeps_all)
         return once + anew + passes.recomputed * runs.stage
     # The gradient of a weight gathers its operand.
-    return once + runs.merged(learns_columns(step.config, logical))
+    return once + runs.merged(learns_columns(step.config.model, logical))
 
 
 def _mean_squares(step: Step, calls: Count) -> Transfer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jaxdist.config import ModelConfig
 from jaxdist.config.matmuls import head_sizes_of, matmuls_of
-from jaxdist.config.trained import trained_beside
+from jaxdist.config.stacks import stacks_of
+from jaxdist.config.trained import all_trained_beside
 
 
 def flops_per_token(model: ModelConfig) -> int:
@@ -14,16 +15,21 @@ def flops_per_token(model: ModelConfig) -> int:
     those of attention's forward pass. Of the experts, only those that a token chooses multiply it. Frozen parameters
     have no gradient, and count 4 times.
     """
-    matrices = model.layers * matrices_per_layer(model) + model.vocab * model.embed
-    beside = model.layers * trained_beside(model)
-    attention = round(3 * model.layers * attention_flops_per_token(model))
-    return flops_per_parameter(model) * matrices + 6 * beside + attention
+    matrices = model.vocab * model.embed
+    attention = 0
+    for stack in stacks_of(model).values():
+        matrices += stack.layers * matrices_per_layer(stack)
+        attention += round(3 * stack.layers * attention_flops_per_token(stack))
+    return flops_per_parameter(model) * matrices + 6 * all_trained_beside(model) + attention
 
 
 def flops_of_padding(model: ModelConfig, padding: float) -> int:
     """Return the FLOPs to train on one token that experts spend on padding: they compute `padding` rows for one."""
-    chosen = sum(matmul.elements_of_token for matmul in matmuls_of(model).values() if matmul.stacked)
-    return round(flops_per_parameter(model) * model.layers * chosen * (padding - 1))
+    chosen = 0
+    for stack in stacks_of(model).values():
+        of_experts = [matmul for matmul in matmuls_of(stack).values() if matmul.stacked]
+        chosen += stack.layers * sum(matmul.elements_of_token for matmul in of_experts)
+    return round(flops_per_parameter(model) * chosen * (padding - 1))
 
 
 def flops_per_parameter(model: ModelConfig) -> int:
@@ -91,7 +97,7 @@ def keys_per_query(model: ModelConfig) -> float:
 
 
 def matrices_per_layer(model: ModelConfig) -> int:
-    """Return the parameters of a layer's matrices that multiply one token.
+    """Return the parameters of the matrices of a layer, one of a stack, that multiply one token.
 
     Of experts they are those that the token chooses. Biases and norms are left out, since no matmul reads them.
     """

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jaxdist.config import Config, RequestError
+from jaxdist.config.stacks import stacks_of
 from jaxdist.mesh import AXES, CONTEXT, FILL, MODEL, PIPELINE, REPLICA, requested
 from jaxdist.request.knobs import KNOBS, kind, shown, value_of
 
@@ -101,7 +102,7 @@ def experts(config: Config, known: Known) -> str:
 def width_of_mlp(config: Config, known: Known) -> str:
     """Need a layer whose width is that of an MLP."""
     model = config.model
-    if model.width_knob == "mlp":
+    if any(stack.width_knob == "mlp" for stack in stacks_of(model).values()):
         return ""
     return f"model.family {model.family} with model.{model.width_knob} {model.split_width}"
 

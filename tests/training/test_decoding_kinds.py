@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from tests.kinds import llama_of_several_kinds  # noqa: F401  # used by itself
+from tests.kinds import llama_of_several_kinds, moe_of_two_forms  # noqa: F401  # used by themselves
 from tests.training.decoding import GREEDY, PROMPTS, SEQUENCE, decoding_of
 from tests.training.test_decoding import assert_as_whole_passes, own_bytes
 
@@ -23,3 +23,18 @@ def test_cached_tokens_and_logits_are_those_of_whole_passes(mesh, slots):
     cache = decoding.start(PROMPTS, GREEDY, jax.random.key(0)).cache
     heads = 4 // decoding.run.layout.parts("heads")
     assert own_bytes(cache) == decoding.cache_bytes(len(PROMPTS)) == len(PROMPTS) * slots * 2 * heads * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        ("1x1x1", {}),
+        pytest.param("data=2,expert=2,model=2", {"parallel": {"zero": 3}}, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_of_several_forms_have_a_cache_each(mesh, more):
+    decoding = decoding_of("forms", mesh, **more)
+    assert_as_whole_passes("forms", decoding, PROMPTS)
+    cache = decoding.start(PROMPTS, GREEDY, jax.random.key(0)).cache
+    assert [len(of_kind.k[0, 0]) for of_kind in cache] == [2, 2]
+    assert own_bytes(cache) == decoding.cache_bytes(len(PROMPTS))

@@ -344,8 +344,9 @@ def _arithmetic(step: Step, cluster: Cluster) -> tuple[float, float]:
     k = step.split.micro_batches
     head = head_flops(sizes, step.tokens) / layout.parts("vocab") / matmul_rate(config, cluster)
     if pipe is None:
-        times = stage_times(config, layout, sizes.layers, step.tokens, cluster)
-        work = k * (times.F + times.B + head)
+        stacks = step.stacks
+        times = [stage_times(one.config, layout, one.config.model.layers, step.tokens, cluster) for one in stacks]
+        work = k * (sum(of_stack.F + of_stack.B for of_stack in times) + head)
         return work, work
     # Work is that of evenly split layers; the schedule runs stages with their padding.
     split = pipe.schedule.split

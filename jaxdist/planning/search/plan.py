@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxdist.config import FAMILIES, Config, RequestError
+from jaxdist.config.stacks import forms_of
 from jaxdist.mesh import FAST, MODEL, PIPELINE, REPLICA, crossing, describe
 from jaxdist.models import Model, build_decoder
 from jaxdist.planning.clusters import Cluster, check_sites
@@ -131,6 +132,11 @@ def check_covered(config: Config) -> None:
         decoders = ", ".join(name for name, traits in FAMILIES.items() if traits.text)
         raise RequestError(
             f"plan knows models of text, and model.family is {config.model.family}; use one of {decoders}"
+        )
+    if forms := forms_of(config.model):
+        raise RequestError(
+            f"plan knows layers of one form, and those of model.family {config.model.family} are {forms}; name a mesh, "
+            f"and --dry-run predicts it"
         )
     rows = config.train.global_batch_size
     if rows > MOST_ROWS:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import Config
-from jaxdist.config.trained import trained_beside
+from jaxdist.config.trained import all_trained_beside
 from jaxdist.mesh import BATCH_AXES, EXPERT, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES, ZERO_AXES
 from jaxdist.mesh.crossing import asked
 from jaxdist.mesh.split import compute_width, own_rows, own_tokens
@@ -148,7 +148,7 @@ class Sizes:
         model = self.config.model
         if not model.frozen:
             return 1.0
-        return model.layers * trained_beside(model) / parameters(self.model)
+        return all_trained_beside(model) / parameters(self.model)
 
     @property
     def bytes_of_frozen(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from jaxdist.config import Config, ModelConfig, RequestError, lora
 from jaxdist.config.lora_targets import parse
 from jaxdist.config.matmuls import matmuls_of
+from jaxdist.config.stacks import stacks_of
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import remedy
 from jaxdist.request.checks.mesh import fit
@@ -22,7 +23,8 @@ def _targets(config: Config) -> Iterator[str]:
     wrong = [target for target in parse(model.lora_targets) if target not in possible]
     if wrong:
         why = "has no such weight"
-        if not all(matmul.adaptable for matmul in matmuls_of(model).values()):
+        matmuls = [matmul for stack in stacks_of(model).values() for matmul in matmuls_of(stack).values()]
+        if not all(matmul.adaptable for matmul in matmuls):
             why = "has experts in its place, which stay as they are"
         yield (
             f"model.lora_targets names {', '.join(wrong)}, but model.family {model.family} {why}; choose among "

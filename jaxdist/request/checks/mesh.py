@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxdist.config import Config, RequestError, nearest
+from jaxdist.config.stacks import stacks_of
 from jaxdist.mesh import (
     AUTO,
     BATCH_AXES,
@@ -246,14 +247,14 @@ def _key_value_heads(split: Split) -> Iterator[str]:
 
 @fit("model.family", "model.embed", "model.mlp", "model.expert_mlp", "parallel.rules.mlp")
 def _mlp(split: Split) -> Iterator[str]:
-    model = split.config.model
-    size = model.split_width
-    given = getattr(model, model.width_knob)
-    knob = f"model.{model.width_knob}"
-    value = f"{knob} {given}"
-    if not given:
-        value += f", which means {size},"
-    yield from _divides(split, knob, value, to(knob, multiples(split.size(MODEL), size)))
+    for model in stacks_of(split.config.model).values():
+        size = model.split_width
+        given = getattr(model, model.width_knob)
+        knob = f"model.{model.width_knob}"
+        value = f"{knob} {given}"
+        if not given:
+            value += f", which means {size},"
+        yield from _divides(split, knob, value, to(knob, multiples(split.size(MODEL), size)))
 
 
 @fit("model.sequence", "parallel.sequence")
@@ -287,7 +288,7 @@ def _sizes(config: Config) -> dict[str, int]:
         return {}
     sizes = {
         "model.heads": (rules.heads, model.heads),
-        f"model.{model.width_knob}": (rules.mlp, model.split_width),
+        **{f"model.{stack.width_knob}": (rules.mlp, stack.split_width) for stack in stacks_of(model).values()},
         "model.sequence": (MODEL if config.parallel.sequence else "", model.sequence),
     }
     return {knob: size for knob, (axis, size) in sizes.items() if axis == MODEL}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from jaxdist.config import Config, ModelConfig
 from jaxdist.config.matmuls import matmuls_of
 from jaxdist.config.model import SIZES
+from jaxdist.config.stacks import stacks_of
 from jaxdist.output.units import closest, divisors, multiples, remedy, to
 from jaxdist.request.checks.registry import check
 
@@ -22,8 +23,10 @@ def decoder_parameters(model: ModelConfig) -> int:
     if not model.traits.rotary:
         # A table of learned positions.
         table_rows += model.position_rows
-    layer = sum(matmul.elements for matmul in matmuls_of(model).values())
-    return model.layers * layer + table_rows * model.embed
+    layers = 0
+    for stack in stacks_of(model).values():
+        layers += stack.layers * sum(matmul.elements for matmul in matmuls_of(stack).values())
+    return layers + table_rows * model.embed
 
 
 @check("model.family", "model.tied", *(f"model.{size}" for size in SIZES))
