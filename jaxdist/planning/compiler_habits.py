@@ -145,13 +145,12 @@ def _starts_before_all_loops(sent: Sent) -> Count:
     if sent.step.pipe:
         return runs.loops.forward + runs.loops.backward
     # A loop of a single turn is none.
-    in_a_loop = runs.inside and runs.micro_batches > 1
-    return sent.transfer.calls if in_a_loop else runs.heads
+    return sent.transfer.calls if runs.micro_batches > 1 else runs.heads
 
 
 def _starts_before_forward_loops(sent: Sent) -> Count:
     runs = sent.step.runs
-    if sent.transfer.what != STARTS or sent.step.pipe or runs.inside:
+    if sent.transfer.what != STARTS or sent.step.pipe or sent.step.split.inside:
         return sent.transfer.calls
     return sent.transfer.calls - runs.passes.forward + runs.loops.forward
 

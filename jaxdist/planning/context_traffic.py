@@ -75,6 +75,6 @@ def _ulysses(step: Step) -> Iterator[Transfer]:
     yield transfer(layout, what, ALL_TO_ALL, {CONTEXT}, 4 * times, elements * times, compute_width(step.config))
     if step.config.model.documents == "apart":
         # No gradient needs them, but the backward pass does, unless the forward pass keeps them.
-        gathers = passes.forward + passes.rerun + passes.backward * (not step.runs.keeps_all)
+        gathers = passes.forward + passes.rerun + passes.backward * step.anew
         starts = gathers * step.tokens * ranks
         yield transfer(layout, STARTS, ALL_GATHER, {CONTEXT}, gathers, starts, INT32)

@@ -69,7 +69,7 @@ def predict(step: Step) -> Iterator[Transfer]:
     if not stream:
         yield transfer(layout, what, ALL_REDUCE, mlp, reduced, reduced * choices, width)
         return
-    calls = forward + passes.backward * (not runs.keeps_all)
+    calls = forward + passes.backward * step.anew
     yield transfer(layout, "chosen experts", ALL_GATHER, stream, calls, calls * choices, INT32)
     yield transfer(layout, what, ALL_GATHER, stream, calls, calls * choices, width)
     yield transfer(layout, what, REDUCE_SCATTER, stream, reduced, reduced * choices, width)

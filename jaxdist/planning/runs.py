@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from jaxdist.config import Config, ModelConfig
 from jaxdist.config.stacks import stacks_of
@@ -30,6 +31,22 @@ from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import Count
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import Layout
+
+
+class Again(NamedTuple):
+    """What a backward pass runs again of the forward pass: truth values, or where many steps are predicted, arrays."""
+
+    layer: Count
+    """Each layer."""
+    attention: Count
+    """Of each layer, attention alone."""
+    stage: Count
+    """The layers that a rank of a pipeline runs in a tick, all of them before their backward passes."""
+
+    @classmethod
+    def of(cls, remat: str) -> Again:
+        """Return what a kind of activation checkpointing runs again."""
+        return cls(layer=remat in WHOLE_BLOCK, attention=remat == "dots", stage=remat == "stage")
 
 
 @dataclass(frozen=True)
@@ -79,16 +96,12 @@ class Runs:
     """The parts of a device's layers, one of which a loop runs."""
     flush: bool = True
     """Whether the weights are the same for a whole step. If not, each loop gathers its own, at every ZeRO stage."""
-    split: bool = False
+    split: Count = False
     """Whether the schedule splits the backward pass, so that W makes the gradients of weights."""
-    inside: bool = False
-    """Whether a loop over micro-batches lies inside the one over layers."""
-    stage: bool = False
+    stage: Count = False
     """Whether a whole chunk is recomputed, apart from its backward pass."""
     own: Count = 1
     """The part of its loops in which a rank has something to do, where it branches and does nothing in the others."""
-    keeps_all: bool = False
-    """Whether the forward pass keeps all arrays, those that it has gathered or exchanged among them."""
 
     @cached_property
     def passes(self) -> Passes:
@@ -101,62 +114,57 @@ class Runs:
         The backward pass of a layer sends it once for both, unless one of them is elsewhere in the program.
         """
         passes = self.passes
-        if self.split or self.stage:
-            return passes.recomputed + passes.weights * learns
-        return passes.weights if learns else passes.recomputed
+        if not learns:
+            return passes.recomputed
+        return passes.weights + passes.recomputed * (self.split | self.stage)
 
 
-def in_loops(split: Split, micro_batches: Count) -> Runs:
-    """Return the runs of a step without a pipeline, in k `micro_batches`."""
-    remat = split.config.model.remat
-    by_layer = split.config.parallel.zero >= 2
-    count = 1 if split.inside else micro_batches
+def in_loops(layers: int, micro_batches: Count, together: Count, again: Again) -> Runs:
+    """Return the runs of a step without a pipeline, in loops that take `together` of its micro-batches each."""
+    count = micro_batches // together
     return Runs(
         loops=Passes(
             forward=count,
             backward=count,
             weights=count,
-            recomputed=count * (remat in WHOLE_BLOCK),
-            attended=count * (remat == "dots"),
+            recomputed=count * again.layer,
+            attended=count * again.attention,
         ),
-        layers=split.config.model.layers,
+        layers=layers,
         heads=micro_batches,
         embedded=micro_batches,
         unembedded=micro_batches,
-        micro_batches=micro_batches if split.inside else 1,
-        outside=count if by_layer else 1,
-        inside=split.inside,
-        keeps_all=remat == "none" and not by_layer,
+        micro_batches=together,
+        outside=count,
     )
 
 
 def in_ticks(
-    remat: str,
     ticks: Mapping[str, Count],
     depth: Count,
+    again: Again,
     chunks: Count = 1,
+    split: Count = False,
     flush: bool = True,
     own: Count = 1,
 ) -> Runs:
-    """Return the runs of a step of a pipeline, by the ticks of each slot; of W, if it splits the backward pass.
+    """Return the runs of a step of a pipeline, by the ticks of each slot; those of W are those of B unless it `split`s.
 
     Each rank has `chunks` chunks, of `depth` layers at most.
     """
     forward = ticks["F"]
     backward = ticks["B"]
-    stage = remat == "stage"
     # B runs a chunk again, except for its last sum: nothing needs what comes out of a chunk. A chunk of one layer is
     # recomputed with its backward pass; in a loop over several, each gives the next one what it needs.
-    in_a_loop = stage * (depth > 1)
-    beside = (remat == "block") + stage * (depth == 1)
+    rerun = backward * (again.stage & (depth > 1))
     return Runs(
         loops=Passes(
             forward=forward,
             backward=backward,
-            weights=ticks.get("W", backward),
-            rerun=backward * in_a_loop,
-            recomputed=backward * beside,
-            attended=backward * (remat == "dots"),
+            weights=ticks["W"],
+            rerun=rerun,
+            recomputed=backward * again.layer - rerun,
+            attended=backward * again.attention,
         ),
         layers=depth,
         heads=ticks["H"],
@@ -165,8 +173,8 @@ def in_ticks(
         unembedded=backward if flush else ticks["H"],
         chunks=chunks,
         flush=flush,
-        split="W" in ticks,
-        stage=stage,
+        split=split,
+        stage=again.stage,
         own=own,
     )
 
@@ -184,6 +192,8 @@ class Step:
     """Chunks of these tokens, for each of which the loss is computed apart."""
     exchanged: Count
     """The elements of each token that a device exchanges in a pass of attention for Ulysses."""
+    anew: Count
+    """Whether the backward pass gathers and exchanges anew what the forward pass has: not where that keeps all."""
     pipe: Pipeline | None = None
     """The pipeline of one step, if it has one; None for many."""
 
@@ -195,16 +205,19 @@ class Step:
         length = split.length
         if split.config.model.traits.text:
             length = chunk_length(sharded.layout, split.length, split.rows)
+        again = Again.of(split.config.model.remat)
         if pipe is None:
-            runs = in_loops(split, split.micro_batches)
+            k = split.micro_batches
+            runs = in_loops(split.config.model.layers, k, k if split.inside else 1, again)
         else:
-            slots = ("F", "H", "B", "W") if pipe.schedule.split else ("F", "H", "B")
-            ticks = {slot: pipe.ticks(slot) for slot in slots}
             schedule = pipe.schedule
+            weights = "W" if schedule.split else "B"
+            ticks = {"F": pipe.ticks("F"), "H": pipe.ticks("H"), "B": pipe.ticks("B"), "W": pipe.ticks(weights)}
             own = 1.0 if schedule.uniform else schedule.micro_batches * schedule.virtual / ticks["F"]
-            runs = in_ticks(pipe.remat, ticks, pipe.stages.depth, pipe.stages.virtual, pipe.flush, own)
+            runs = in_ticks(ticks, pipe.stages.depth, again, pipe.stages.virtual, schedule.split, pipe.flush, own)
         exchanged = ulysses_elements(1, split.heads, split.size(CONTEXT))
-        return cls(split, sharded.layout, runs, split.tokens, split.length // length, exchanged, pipe)
+        losses = split.length // length
+        return cls(split, sharded.layout, runs, split.tokens, losses, exchanged, split.saved != "none", pipe)
 
     @property
     def config(self) -> Config:

@@ -97,7 +97,7 @@ def _gathers(step: Step, logical: str) -> Count:
     if logical == "mlp" and step.config.model.traits.routed:
         # The backward pass sends experts their rows again, from what it gathers anew. Where a layer keeps all, it keeps
         # what they have gathered; where it is recomputed in that pass, it gathers no more.
-        anew = passes.backward * (not runs.keeps_all)
+        anew = passes.backward * step.anew
         return once + anew + passes.recomputed * runs.stage
     # The gradient of a weight gathers its operand.
     return once + runs.merged(learns_columns(step.config.model, logical))

@@ -16,7 +16,6 @@ from functools import cached_property
 import numpy as np
 
 from jaxdist.mesh import AXES, CONTEXT, EXPERT, MODEL, PIPELINE, REPLICA, abstract_mesh
-from jaxdist.mesh.split import saved_by_layer
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import Times
 from jaxdist.planning import collective_time, step_bytes
@@ -28,7 +27,7 @@ from jaxdist.planning.predicted_collectives import (
     F32,
     REDUCE_SCATTER,
 )
-from jaxdist.planning.search.candidates import MESH, REMATS, SPLIT
+from jaxdist.planning.search.candidates import MESH, SPLIT
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import (
     Device,
@@ -36,13 +35,11 @@ from jaxdist.planning.search.estimate import (
     layer_times,
 )
 from jaxdist.planning.search.products import matmul_rate
+from jaxdist.planning.search.screen_sizes import SAVED
 from jaxdist.planning.search.screen_steps import Steps
 from jaxdist.planning.step_bytes import Elements
 from jaxdist.planning.transfer_time import exposed
 from jaxdist.sharding import RESIDUAL, RULES, Layout
-
-SAVED = (*REMATS, "named")
-"""What the forward pass saves, as the functions of `activations` name it; a column holds indices into it."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +118,10 @@ class Screen(Steps):
         c = self.columns
         m = self.config.model
         tokens = self.tokens
-        saved_by = self._saved_by()
-        saved = self._by_layout(lambda layout, remat: saved_per_token(m, layout, SAVED[remat]), saved_by)
+        saved = self._by_layout(lambda layout, remat: saved_per_token(m, layout, SAVED[remat]), self.saved)
 
-        # The loop over micro-batches lies inside the layers, so that each layer saves the activations of all.
-        inside = (c["zero"] >= 2) & (c["outside"] == 0) & ~self.staged
-        flat = np.where(inside, c["micro"], 1) * m.layers * saved
+        # Where the loop over micro-batches lies inside the layers, each layer saves the activations of all.
+        flat = self.together * m.layers * saved
 
         layers_of_chunk = self.layers_held / c["virtual"]
         chunk = layers_of_chunk * saved
@@ -140,22 +135,13 @@ class Screen(Steps):
         staged = staged + self._by_schedule(_stash_slots) * self.layers_held / c["virtual"] * stashed
 
         layer = self._by_layout(
-            lambda layout, rows, remat: in_layer(m, layout, rows, self.width, SAVED[remat]), self.rows, saved_by
+            lambda layout, rows, remat: in_layer(m, layout, rows, self.width, SAVED[remat]), self.rows, self.saved
         )
         logits = self._by_layout(lambda layout, rows: in_loss(m, layout, rows, self.width), self.rows)
         logits = logits / np.where(self.vocab_shared, c[PIPELINE], 1)
         # The loss and the backward pass of the layers do not overlap: the larger one counts.
         moment = np.maximum(layer, logits - self._gradients_after_loss())
         return self.width * tokens * np.where(self.staged, staged, flat) + moment
-
-    def _saved_by(self) -> Column:
-        """Return the index in `SAVED` of what the forward pass of each candidate saves."""
-
-        def index(remat: int, zero: int, pipelined: int) -> int:
-            return SAVED.index(saved_by_layer(REMATS[remat], zero, bool(pipelined)))
-
-        c = self.columns
-        return map_distinct(index, c["remat"], c["zero"], self.staged.astype(int)).astype(int)
 
     def _gradients_after_loss(self) -> Column:
         """Return the bytes of gradients that do not exist yet during the loss: the backward pass makes them."""

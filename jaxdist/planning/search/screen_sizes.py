@@ -13,13 +13,16 @@ from jaxdist.config import Config
 from jaxdist.config.trained import all_trained_beside
 from jaxdist.mesh import BATCH_AXES, EXPERT, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES, ZERO_AXES
 from jaxdist.mesh.crossing import asked
-from jaxdist.mesh.split import compute_width, own_rows, own_tokens
+from jaxdist.mesh.split import compute_width, own_rows, own_tokens, saved_by_layer
 from jaxdist.models import Model, parameters
 from jaxdist.parallel.crossing import Crossing, with_replicas
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.search.candidates import REMATS, Columns, devices_along
-from jaxdist.planning.search.distinct import Column
+from jaxdist.planning.search.distinct import Column, map_distinct
+
+SAVED = (*REMATS, "named")
+"""What the forward pass saves, as the functions of `activations` name it; a column holds indices into it."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,22 @@ class Sizes:
     def frozen_bytes(self) -> Column:
         """The bytes of the frozen parameters between steps."""
         return self.bytes_of_frozen * (1 - self.trained) * self.held
+
+    @cached_property
+    def together(self) -> Column:
+        """The micro-batches that a loop takes through a layer before the next layer."""
+        inside = (self.columns["zero"] >= 2) & (self.columns["outside"] == 0) & ~self.staged
+        return np.where(inside, self.columns["micro"], 1)
+
+    @cached_property
+    def saved(self) -> Column:
+        """The index in `SAVED` of what the forward pass of a layer saves."""
+
+        def index(remat: int, zero: int, pipelined: int) -> int:
+            return SAVED.index(saved_by_layer(REMATS[remat], zero, bool(pipelined)))
+
+        c = self.columns
+        return map_distinct(index, c["remat"], c["zero"], self.staged.astype(int)).astype(int)
 
     @cached_property
     def rows(self) -> Column:

@@ -1,7 +1,8 @@
 """The candidates of a search as steps of which only the sizes differ: arrays of these, as if each divided evenly.
 
-One description of transfers and one model of their time serve a step and many. Candidates that differ in a choice, such
-as ZeRO's stage, are different steps: a few dozen of them stand for all candidates.
+One description of transfers and one model of their time serve a step and many. Candidates are different steps where
+they differ in what they send, not in how often and how much alone: by ZeRO's stage, with and without a pipeline,
+sequence parallelism and a ring. About a dozen of them stand for all candidates.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from jaxdist.parallel.pipeline.formulas import lockstep_ticks
 from jaxdist.parallel.placing import ZeroOptions, placements
 from jaxdist.planning import stream_traffic, weight_traffic
 from jaxdist.planning.parameter_layout import Placed
-from jaxdist.planning.predicted_collectives import Count, Transfer
-from jaxdist.planning.runs import Runs, Step, in_loops, in_ticks
+from jaxdist.planning.predicted_collectives import Transfer
+from jaxdist.planning.runs import Again, Runs, Step, in_loops, in_ticks
 from jaxdist.planning.search.candidates import (
     BRANCHING,
     MESH,
@@ -35,12 +36,12 @@ from jaxdist.planning.search.candidates import (
 )
 from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
 from jaxdist.planning.search.estimate import Device, layout_of
-from jaxdist.planning.search.screen_sizes import Sizes
+from jaxdist.planning.search.screen_sizes import SAVED, Sizes
 from jaxdist.planning.search.traffic_time import communication
 from jaxdist.sharding import Layout
 
 CHOICES = ("zero", "sequence", "outside", "remat", "schedule")
-"""The columns of what makes another step of a candidate; those of the mesh, micro-batches and chunks are its sizes."""
+"""The columns of a candidate's choices, beside those of the mesh, micro-batches and chunks."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,16 @@ class Steps(Sizes):
 
         What crosses the replicas is not among them.
         """
-        exposed, overlapping = self._for_activations()._seconds(Steps._of_activations)
-        of_weights, beside = self._for_weights()._seconds(Steps._of_weights)
-        return exposed + of_weights, overlapping + beside
+        m = self.config.model
+        c = self.columns
+        nothing = np.zeros_like(c["zero"])
+        # Stages 2 and 3 keep less for the backward pass, which then gathers anew.
+        keep = 2 * (c["zero"] >= 2) if m.traits.routed or m.documents == "apart" else nothing
+        stage = REMATS.index("stage")
+        remat = np.where(c["remat"] == stage, stage, 0)
+        activations = self._with(zero=keep, outside=nothing)._seconds(Steps._of_activations, "zero", "sequence", "ring")
+        weights = self._with(sequence=nothing, remat=remat)._seconds(Steps._of_weights, "zero")
+        return activations[0] + weights[0], activations[1] + weights[1]
 
     def distinct(self, *names: str) -> tuple[Self, Column]:
         """Return the distinct rows of these columns alone, and for each row its index among those.
@@ -67,21 +75,6 @@ class Steps(Sizes):
         columns = {name: self.columns[name][examples] for name in names}
         return replace(self, columns=columns), kinds
 
-    def _for_activations(self) -> Self:
-        """Return the candidates without the choices that change no transfer of activations."""
-        m = self.config.model
-        zero = np.zeros_like(self.columns["zero"])
-        if m.traits.routed or m.documents == "apart":
-            # Stages 2 and 3 keep less for the backward pass.
-            zero = np.where(self.columns["zero"] >= 2, 2, 0)
-        return self._with(zero=zero, outside=np.zeros_like(zero))
-
-    def _for_weights(self) -> Self:
-        """Return the candidates without the choices that change no transfer of weights and gradients."""
-        stage = REMATS.index("stage")
-        remat = np.where(self.columns["remat"] == stage, stage, 0)
-        return self._with(remat=remat, sequence=np.zeros_like(remat))
-
     def _with(self, **columns: Column) -> Self:
         """Return the candidates with other columns, and with one schedule for all that run the same slots."""
         plain = [number for number, name in enumerate(SCHEDULES) if name and number not in SPLIT]
@@ -89,26 +82,24 @@ class Steps(Sizes):
         schedule = np.where(np.isin(schedule, plain), plain[0], schedule)
         return replace(self, columns=self.columns | {"schedule": schedule} | columns)
 
-    def _seconds(self, described: Callable[[Self], Iterator[Transfer]]) -> tuple[Column, Column]:
-        """Return the exposed and the overlapping seconds of the transfers that are `described`."""
+    def _seconds(self, described: Callable[[Self], Iterator[Transfer]], *choices: str) -> tuple[Column, Column]:
+        """Return the exposed and the overlapping seconds of the transfers that are `described`.
+
+        Candidates with the same `choices` are described at once, those with a pipeline apart from those without.
+        """
         few, kinds = self.distinct(*CHOICES, "mesh", "micro", "virtual")
+        columns = few.columns | {"ring": few.ring.astype(int)}
         exposed = np.zeros(len(few.columns["mesh"]))
         overlapping = np.zeros_like(exposed)
-        for rows, group in few._groups():
+        examples, alike = distinct_rows(few.staged.astype(int), *(columns[name] for name in choices))
+        for number in range(len(examples)):
+            rows = np.flatnonzero(alike == number)
+            group = replace(few, columns={name: column[rows] for name, column in columns.items()})
             shape = dict.fromkeys(AXES, 1) | {axis: group.columns[axis] for axis in MESH}
             found = communication(group.step, described(group), shape, self.cluster)
             exposed[rows] = sum(found.exposed.values())
             overlapping[rows] = found.overlapping
         return exposed[kinds], overlapping[kinds]
-
-    def _groups(self) -> Iterator[tuple[Column, Self]]:
-        """Yield the indices of candidates that make the same choices, and these candidates."""
-        columns = self.columns | {name: getattr(self, name) for name in ("ring", "losses", "exchanged")}
-        choices = [self.columns[name] for name in CHOICES]
-        _, kinds = distinct_rows(self.ring.astype(int), *choices)
-        order = np.argsort(kinds, kind="stable")
-        for rows in np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1):
-            yield rows, replace(self, columns={name: column[rows] for name, column in columns.items()})
 
     def _of_activations(self) -> Iterator[Transfer]:
         """Yield the transfers of activations."""
@@ -116,7 +107,7 @@ class Steps(Sizes):
 
     @cached_property
     def example(self) -> Split:
-        """A split with the choices of all candidates: an axis over which any of them splits something has size 2."""
+        """A split with the choices that all candidates share: an axis over which any of them splits has size 2."""
         config = candidate_config(self.config, {name: int(column[0]) for name, column in self.columns.items()})
         return Split(config, {axis: 1 + int(self.columns[axis].max() > 1) for axis in AXES})
 
@@ -133,7 +124,8 @@ class Steps(Sizes):
         axes = tuple((axis, sizes[axis]) for axis, _ in self.layout.axes)
         layout = replace(self.layout, axes=axes, zigzag=bool(c["ring"][0]))
         split = replace(self.example, shape=sizes)
-        return Step(split, layout, self._runs(), self.tokens, c["losses"], c["exchanged"])
+        anew = self.saved != SAVED.index("none")
+        return Step(split, layout, self._runs(), self.tokens, self.losses, self.exchanged, anew)
 
     @property
     def of_platform(self) -> Layout:
@@ -161,22 +153,21 @@ class Steps(Sizes):
 
     def _runs(self) -> Runs:
         """Return how often the parts of the step run, by the ticks of the schedule if there is one."""
-        micro = self.columns["micro"]
+        c = self.columns
+        micro = c["micro"]
+        again = Again(self._remat("block", "stage"), self._remat("dots"), self._remat("stage"))
         if not self.example.pipelined:
-            return in_loops(self.example, micro)
-        chunks = self.columns["virtual"]
-        schedule = self.columns["schedule"][0]
-        each = self._by_schedule(lockstep_ticks)
-        own: Count = 1
-        if schedule in BRANCHING:
-            # Ranks run F, B and W in different ticks, and so all of them run nearly every tick.
-            each = 3 * chunks * micro
-            own = 1 / 3
-        heads = np.maximum(micro, chunks * micro - (chunks - 1) * self.columns[PIPELINE])
-        ticks = {"F": each, "B": each, "H": heads}
-        if schedule in SPLIT:
-            ticks["W"] = each if schedule in BRANCHING else chunks * micro
-        return in_ticks(self.example.config.model.remat, ticks, self.layers_held // chunks, chunks, own=own)
+            return in_loops(self.config.model.layers, micro, self.together, again)
+        chunks = c["virtual"]
+        splits = np.isin(c["schedule"], SPLIT)
+        branches = np.isin(c["schedule"], BRANCHING)
+        # Ranks that branch run F, B and W in different ticks, and so all of them run nearly every tick.
+        each = np.where(branches, 3 * chunks * micro, self._by_schedule(lockstep_ticks))
+        weights = np.where(splits & ~branches, chunks * micro, each)
+        heads = np.maximum(micro, chunks * micro - (chunks - 1) * c[PIPELINE])
+        ticks = {"F": each, "B": each, "W": weights, "H": heads}
+        own = np.where(branches, 1 / 3, 1)
+        return in_ticks(ticks, self.layers_held // chunks, again, chunks, splits, own=own)
 
     def _of_weights(self) -> Iterator[Transfer]:
         """Yield the transfers of weights and gradients, of parameters that are as large as all of a kind."""
