@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -172,11 +173,18 @@ class Layout:
         rules = tuple((name, tuple(one for one in split if one != axis)) for name, split in self.rules)
         return replace(self, axes=axes, rules=rules)
 
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis of the mesh."""
+        return dict(self.axes)
+
+    @cached_property
+    def _split(self) -> dict[str | None, tuple[str, ...]]:
+        return dict(self.rules)
+
     def split(self, logical: str | None) -> tuple[str, ...]:
         """Return the mesh axes that split a logical axis, outermost first."""
-        if logical is None:
-            return ()
-        return dict(self.rules).get(logical, ())
+        return self._split.get(logical, ())
 
     def parts(self, logical: str | None) -> int:
         """Return the number of parts into which a logical axis is split."""
@@ -184,8 +192,7 @@ class Layout:
 
     def size(self, *axes: str) -> int:
         """Return the number of devices along mesh axes: the product of their sizes."""
-        sizes = dict(self.axes)
-        return math.prod(sizes.get(axis, 1) for axis in axes)
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
     def pieces(self, spec: P) -> int:
         """Return the number of parts into which an array with this spec is split."""
