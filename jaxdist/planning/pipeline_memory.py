@@ -7,13 +7,17 @@ in 1F1B.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
+
 from jaxdist.config import Config
 from jaxdist.mesh.split import compute_width
 from jaxdist.planning import step_bytes
 from jaxdist.planning.activations import saved_per_token, stashed_per_token, working
 from jaxdist.planning.parameter_layout import Placed, by_precision
 from jaxdist.planning.pipelines import Pipeline
-from jaxdist.planning.predicted_collectives import F32
+from jaxdist.planning.predicted_collectives import F32, Count
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.step_bytes import Elements
 
@@ -58,48 +62,89 @@ def weights(sharded: ShardedModel, pipe: Pipeline) -> int:
     return total
 
 
-def activations(sharded: ShardedModel, pipe: Pipeline) -> dict[str, int]:
-    """Return the fields `activations` and `working` of `memory.Memory`: the buffers, and what one unit needs.
+class Depths(NamedTuple):
+    """Slots of a rank's buffers."""
 
-    Some buffers have a slot more than the schedule needs (`table`). With remat stage only the inputs of chunks are
-    kept, and what a chunk saves for its backward pass exists for one micro-batch at a time, while its B runs;
-    otherwise the layers write and read their buffers.
-    """
-    split = sharded.split
-    layout = sharded.layout
-    sizes = sharded.config.model
+    messages: Count
+    """Of the residual stream and its gradient, where stages meet."""
+    residuals: Count
+    """Of what a chunk keeps for its backward pass."""
+    stash: Count
+    """Of what a split backward pass leaves for W."""
+
+
+def depths(pipe: Pipeline) -> Depths:
+    """Return the slots of a pipeline's table, some of which has one more than the schedule needs."""
     slots = pipe.table.slots
-    stream = _stream(sharded)
-    chunk = _saved_by_chunk(sharded, pipe)
-    if pipe.recomputes:
-        kept = stream
-        recomputed = chunk
-    else:
-        kept = chunk
-        recomputed = 0
     # The two more are the messages, one in each direction.
-    buffers = (slots["acts"] + slots["cots"] + 2) * stream + slots["residuals"] * kept
-    if pipe.schedule.split:
-        stash = split.width * split.tokens * pipe.stages.depth * stashed_per_token(sizes, layout)
-        buffers += slots["stash"] * stash
+    messages = slots["acts"] + slots["cots"] + 2
+    return Depths(messages, slots["residuals"], slots["stash"] if pipe.schedule.split else 0)
+
+
+ROUGH_MESSAGES = 3
+"""`Depths.messages` of nearly all schedules, without the slots that a table adds."""
+
+
+def rough_stash(name: str, S: int, M: int, v: int) -> int:
+    """Return about how many chunks leave something for W at a time, for `Depths.stash` without a table."""
+    if name == "zb-h1":
+        return min(v * M, v * S)
+    if name == "zb-u":
+        return min(v * M, S)
+    return 0
+
+
+class Unit(NamedTuple):
+    """What a chunk of layers holds of one micro-batch on one device, in bytes; or of one token, in values."""
+
+    stream: Count
+    """The residual stream."""
+    saved: Count
+    """What its layers save for their backward pass."""
+    stashed: Count
+    """What its split backward pass leaves for W."""
+
+    def kept(self, recomputes: Count) -> Count:
+        """Return what F keeps for B: the input alone, where B runs the chunk again."""
+        return np.where(recomputes, self.stream, self.saved)
+
+
+def buffers(slots: Depths, unit: Unit, recomputes: Count) -> Count:
+    """Return what all buffers of a rank hold."""
+    return slots.messages * unit.stream + slots.residuals * unit.kept(recomputes) + slots.stash * unit.stashed
+
+
+def recomputed(unit: Unit, recomputes: Count) -> Count:
+    """Return what exists for one micro-batch at a time, while its B runs: all that the chunk saves, if it runs again.
+
+    Otherwise the layers write and read their buffers.
+    """
+    return np.where(recomputes, unit.saved, 0)
+
+
+def activations(sharded: ShardedModel, pipe: Pipeline) -> dict[str, int]:
+    """Return the fields `activations` and `working` of `memory.Memory`: the buffers, and what one unit needs."""
+    split = sharded.split
+    unit = _unit(sharded, pipe)
+    moment = working(sharded.config.model, sharded.layout, split.rows, split.width, split.saved)
     return {
-        "activations": buffers,
-        "working": recomputed + working(sizes, layout, split.rows, split.width, split.saved),
+        "activations": int(buffers(depths(pipe), unit, pipe.recomputes)),
+        "working": int(recomputed(unit, pipe.recomputes)) + moment,
     }
 
 
-def _stream(sharded: ShardedModel) -> int:
-    """Return the bytes of what a device has of a micro-batch's residual stream."""
+def _unit(sharded: ShardedModel, pipe: Pipeline) -> Unit:
+    """Return the bytes of one micro-batch in a chunk."""
     split = sharded.split
     layout = sharded.layout
-    return split.width * split.tokens * sharded.config.model.embed // layout.size(*layout.sequence_parallel)
-
-
-def _saved_by_chunk(sharded: ShardedModel, pipe: Pipeline) -> int:
-    """Return the bytes that the layers of a chunk save for the backward pass of a micro-batch."""
-    split = sharded.split
-    each = saved_per_token(sharded.config.model, sharded.layout, split.saved)
-    return split.width * split.tokens * pipe.stages.depth * each
+    sizes = sharded.config.model
+    each = split.width * split.tokens
+    of_chunk = each * pipe.stages.depth
+    return Unit(
+        stream=each * sizes.embed // layout.size(*layout.sequence_parallel),
+        saved=of_chunk * saved_per_token(sizes, layout, split.saved),
+        stashed=of_chunk * stashed_per_token(sizes, layout),
+    )
 
 
 def in_flight(sharded: ShardedModel, pipe: Pipeline) -> int:
@@ -115,14 +160,13 @@ def in_flight(sharded: ShardedModel, pipe: Pipeline) -> int:
     shared = _elements(learned, stacked=False)
     sizes = sharded.config.model
     S = pipe.stages.ranks
-    stream = _stream(sharded)
-    saved = stream if pipe.recomputes else _saved_by_chunk(sharded, pipe)
+    unit = _unit(sharded, pipe)
     # Tokens, labels and, where documents are kept apart, the starts of documents; dropout needs two words of keys.
     arrays = 3 if sizes.documents == "apart" else 2
     keys = 2 if sizes.drops else 0
     batch = F32 * split.rows * (arrays * split.length + keys)
     # The batch's number and count of tokens, its loss, and the square of its gradient's norm.
     numbers = 4 * F32
-    of_batch = split.width * layers.rest + saved + batch + numbers
+    of_batch = split.width * layers.rest + unit.kept(pipe.recomputes) + batch + numbers
     round_number = F32
-    return int(S * of_batch + (S // 2 + 1) * F32 * shared.use + 2 * stream + round_number)
+    return int(S * of_batch + (S // 2 + 1) * F32 * shared.use + 2 * unit.stream + round_number)

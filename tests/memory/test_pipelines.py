@@ -4,7 +4,11 @@ import jax
 import pytest
 
 from jaxdist.mesh import devices_asked, parse_mesh
+from jaxdist.parallel.pipeline.formulas import residual_slots
+from jaxdist.parallel.pipeline.schedules import make
+from jaxdist.parallel.pipeline.table import make_table
 from jaxdist.planning import memory
+from jaxdist.planning.pipeline_memory import ROUGH_MESSAGES, rough_stash
 from jaxdist.training.run import Run
 from tests.memory.test_prediction import own_bytes
 from tests.planning.pipelines import config
@@ -135,3 +139,15 @@ def test_temporaries_of_1f1b_do_not_grow_with_the_micro_batches(schedule, flat):
     grown = many[0].temp_size_in_bytes / few[0].temp_size_in_bytes
     assert grown < 1.02 if flat else grown > 1.5
     assert (many[1].activations == few[1].activations) == flat
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-u", 2)])
+def test_rough_depths_are_those_of_tables_with_a_micro_batch_for_each_stage_or_more(schedule, virtual):
+    """Without the slots that a table adds to a buffer, and the two messages."""
+    for stages, micro_batches in ((2, 2), (4, 8), (8, 16)):
+        table = make_table(make(schedule, stages, micro_batches, virtual))
+        sizes = schedule, stages, micro_batches, virtual
+        stash = table.slots["stash"] if table.schedule.split else 0
+        assert rough_stash(*sizes) == stash
+        assert 0 <= table.slots["residuals"] - residual_slots(*sizes) <= 1
+        assert table.slots["acts"] + table.slots["cots"] == ROUGH_MESSAGES + 1

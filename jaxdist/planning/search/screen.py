@@ -2,9 +2,9 @@
 
 The formulas of bytes and of arithmetic are those of the exact prediction (`step_bytes`, `activations`, `layer_times`),
 applied to hundreds of thousands of rows at once, or to the distinct rows among the columns that a formula reads; so
-are those of transfers and their time (`screen_steps`). Only the buffers of a pipeline, and what crosses the replicas,
-have rough forms of their own. The screen decides only which candidates are then predicted exactly, with the real layout
-of every parameter and every transfer, and with what XLA does otherwise.
+are those of transfers and their time (`screen_steps`). Only the depths of a pipeline's buffers, and what crosses the
+replicas, have rough forms of their own. The screen decides only which candidates are then predicted exactly, with the
+real layout of every parameter and every transfer, and with what XLA does otherwise.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jaxdist.parallel.pipeline.simulate import Times
 from jaxdist.planning import collective_time, step_bytes
 from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, stashed_per_token
 from jaxdist.planning.collective_time import Numbers, ranks_together
+from jaxdist.planning.pipeline_memory import ROUGH_MESSAGES, Depths, Unit, buffers, recomputed, rough_stash
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -112,8 +113,7 @@ class Screen(Steps):
     def _activations(self) -> Column:
         """Return the bytes of activations: saved for the backward pass, and alive within one layer or the loss.
 
-        A pipeline saves the slots of its schedule and the stash of a split backward pass; without one, all layers
-        are saved.
+        A pipeline has the buffers of `pipeline_memory`; without one, all layers are saved.
         """
         c = self.columns
         m = self.config.model
@@ -124,15 +124,14 @@ class Screen(Steps):
         flat = self.together * m.layers * saved
 
         layers_of_chunk = self.layers_held / c["virtual"]
-        chunk = layers_of_chunk * saved
-        stream = m.embed / np.where(c["sequence"] == 1, c[MODEL], 1)
-        recomputed = self._remat("stage")
-        # A recomputed stage saves its input only, and one chunk at a time is there in full. Three more arrays of the
-        # residual stream are buffers of messages.
-        staged = self._by_schedule(residual_slots) * np.where(recomputed, stream, chunk)
-        staged = staged + 3 * stream + np.where(recomputed, chunk, 0)
-        stashed = self._by_layout(lambda layout: stashed_per_token(m, layout))
-        staged = staged + self._by_schedule(_stash_slots) * self.layers_held / c["virtual"] * stashed
+        unit = Unit(
+            stream=m.embed / np.where(c["sequence"] == 1, c[MODEL], 1),
+            saved=layers_of_chunk * saved,
+            stashed=layers_of_chunk * self._by_layout(lambda layout: stashed_per_token(m, layout)),
+        )
+        slots = Depths(ROUGH_MESSAGES, self._by_schedule(residual_slots), self._by_schedule(rough_stash))
+        recomputes = self._remat("stage")
+        staged = buffers(slots, unit, recomputes) + recomputed(unit, recomputes)
 
         layer = self._by_layout(
             lambda layout, rows, remat: in_layer(m, layout, rows, self.width, SAVED[remat]), self.rows, self.saved
@@ -248,15 +247,6 @@ class Screen(Steps):
         if sequence:
             rules[RESIDUAL] = (*rules[RESIDUAL], *rules["heads"])
         return replace(Layout.on(mesh, rules, Device(self.cluster)), zigzag=bool(ring))
-
-
-def _stash_slots(name: str, S: int, M: int, v: int) -> int:
-    """Return the chunks for which a split backward pass keeps, at most, what W still has to read."""
-    if name == "zb-h1":
-        return min(v * M, v * S)
-    if name == "zb-u":
-        return min(v * M, S)
-    return 0
 
 
 def _bubble_over_work(name: str, S: int, M: int, v: int) -> float:
