@@ -24,8 +24,8 @@ from jaxdist.huggingface.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from jaxdist.huggingface.merging import check_adapters
 from jaxdist.huggingface.parts import shape_of
 from jaxdist.huggingface.readable import Readable, Region, read
-from jaxdist.huggingface.safetensors_file import Tensor, check_room, write_file
-from jaxdist.huggingface.writing import DTYPES, METADATA, rounded
+from jaxdist.huggingface.safetensors_file import SPELLED, Tensor, check_room, write_file
+from jaxdist.huggingface.writing import METADATA, rounded
 
 PREFIX = "base_model.model."
 """How PEFT's names of tensors begin, before the name of the module in the base."""
@@ -36,18 +36,17 @@ def write_adapter(
 ) -> dict[str, int]:
     """Write the adapters of `model`, which are arrays by name, into an empty folder, and return what was written.
 
-    `dtype` is one of `DTYPES`: numbers are rounded once. `base` is the folder of Hugging Face that they stand beside,
-    if it is one. Raises `RequestError` where the arrays are not those of the model.
+    `dtype` is a name of `SPELLED`: numbers are rounded once. `base` is the folder of Hugging Face that they stand
+    beside, if it is one. Raises `RequestError` where the arrays are not those of the model.
     """
     check_adapters(model, adapters)
     modules = _modules(model)
-    spelled, numbers = DTYPES[dtype]
     halves = {half.name: half for module in modules for half in module.halves(model)}
-    tensors = [Tensor(name, spelled, half.shape) for name, half in halves.items()]
+    tensors = [Tensor(name, SPELLED[dtype], half.shape) for name, half in halves.items()]
 
     def content(tensor: Tensor) -> memoryview:
         made = halves[tensor.name].made(adapters)
-        return rounded(tensor.name, made, numbers).reshape(-1).view(np.uint8).data
+        return rounded(tensor.name, made, np.dtype(dtype)).reshape(-1).view(np.uint8).data
 
     check_room(folder, tensors)
     write_file(folder / ADAPTER_WEIGHTS, tensors, content, METADATA)

@@ -26,11 +26,24 @@ ALIGNMENT = 8
 LARGEST_HEADER = 100_000_000
 """Bytes of the longest header that the format allows."""
 
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-"""Bytes of one number, for the dtypes that jaxdist reads and writes, by the names that they have in a header."""
+
+class Dtype(NamedTuple):
+    """A dtype that jaxdist reads and writes."""
+
+    name: str
+    """Its name in numpy, with ml_dtypes, and in configurations."""
+    size: int
+    """Bytes of one number."""
+
+
+DTYPES = {"F32": Dtype("float32", 4), "BF16": Dtype("bfloat16", 2), "F16": Dtype("float16", 2)}
+"""By the names that they have in a header."""
+
+SPELLED = {dtype.name: spelled for spelled, dtype in DTYPES.items()}
+"""The name in a header of each of `DTYPES`."""
 
 BITS = {
-    **{dtype: 8 * size for dtype, size in ITEM_BYTES.items()},
+    **{spelled: 8 * dtype.size for spelled, dtype in DTYPES.items()},
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8},
     **{"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32},
     **{"C64": 64, "F64": 64, "I64": 64, "U64": 64},
@@ -61,7 +74,7 @@ class Tensor(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of the tensor."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * DTYPES[self.dtype].size
 
 
 def check_room(folder: Path, tensors: Iterable[Tensor]) -> None:

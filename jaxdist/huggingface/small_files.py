@@ -19,6 +19,7 @@ from jaxdist.huggingface.folder import KEPT
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, load_tokenizer
 from jaxdist.huggingface.keys import MODEL_TYPES
 from jaxdist.huggingface.model_config import to_json
+from jaxdist.huggingface.safetensors_file import SPELLED
 from jaxdist.huggingface.schema import (
     CONFIG,
     GENERATION,
@@ -31,7 +32,6 @@ from jaxdist.huggingface.schema import (
     read_file,
 )
 from jaxdist.huggingface.special_tokens import SpecialTokens
-from jaxdist.huggingface.writing import DTYPES
 
 
 def small_files(
@@ -63,7 +63,7 @@ def kept_dtype(run: Path) -> str | None:
     if not os.path.lexists(path):
         return None
     dtype = read_file(path, links=False).get("dtype")
-    if dtype not in DTYPES:
+    if dtype not in SPELLED:
         raise RequestError(f"'{path}' does not give the dtype of weights; add --dtype, such as bfloat16")
     return dtype
 

@@ -13,7 +13,7 @@ from jaxdist.config import ModelConfig, RequestError
 from jaxdist.huggingface.families import Family, family_of, sizes_of
 from jaxdist.huggingface.folder import Folder
 from jaxdist.huggingface.parts import placed
-from jaxdist.huggingface.safetensors_file import ITEM_BYTES, Entry, read_header
+from jaxdist.huggingface.safetensors_file import DTYPES, Entry, read_header
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 """The number of a layer, or of an expert, in the name of a tensor."""
@@ -138,7 +138,7 @@ def _other_forms(
         entry = entries[name]
         if entry.shape != shapes[own]:
             reshaped[f"{entry.shape} there and {shapes[own]} in this model"].append(name)
-        if entry.dtype not in ITEM_BYTES:
+        if entry.dtype not in DTYPES:
             unread[entry.dtype].append(name)
     problems = []
     if reshaped:
@@ -148,7 +148,7 @@ def _other_forms(
         )
     for dtype, names in unread.items():
         problems.append(
-            f"'{folder.path}' holds {_listed(names)} as {dtype}, and only {', '.join(ITEM_BYTES)} are read; convert "
+            f"'{folder.path}' holds {_listed(names)} as {dtype}, and only {', '.join(DTYPES)} are read; convert "
             f"quantised weights first"
         )
     for copy, table in copies.items():

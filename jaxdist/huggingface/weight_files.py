@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 (numpy knows bfloat16 by it)
 import numpy as np
 from jaxtyping import Int, Shaped
 
 from jaxdist.config import DataLost
 from jaxdist.huggingface.parts import Span, extents
+from jaxdist.huggingface.safetensors_file import DTYPES
 from jaxdist.huggingface.tensor_checks import Tensors
-
-DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
-"""The dtypes that are read, by the names that they have in a header."""
 
 
 class WeightFiles:
@@ -47,7 +45,7 @@ class WeightFiles:
         """
         entry = self._tensors.entries[name]
         path = self._tensors.files[name]
-        values = np.empty(extents(box), DTYPES[entry.dtype])
+        values = np.empty(extents(box), np.dtype(DTYPES[entry.dtype].name))
         # The dims from `inner` on lie side by side in the file: one run of bytes for each place in the dims before.
         inner = _first_inner_dim(shape, box)
         runs = values.reshape(math.prod(values.shape[:inner]), -1).view(np.uint8)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 (numpy knows bfloat16 by it)
 import numpy as np
 from jaxtyping import Float
 
@@ -20,18 +20,11 @@ from jaxdist.huggingface.families import Leaf, Place, family_of, sizes_of
 from jaxdist.huggingface.folder import SINGLE
 from jaxdist.huggingface.parts import PlacedPiece, placed, shape_of
 from jaxdist.huggingface.readable import Readable, Region, check_shapes
-from jaxdist.huggingface.safetensors_file import Tensor, check_room, write_file
+from jaxdist.huggingface.safetensors_file import SPELLED, Tensor, check_room, write_file
 from jaxdist.huggingface.schema import INDEX
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of the tensors in the largest file. A tensor that is larger has a file of its own."""
-
-DTYPES = {
-    "float32": ("F32", np.dtype(np.float32)),
-    "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)),
-    "float16": ("F16", np.dtype(np.float16)),
-}
-"""What weights can be written in: the name in the header of a file, and the dtype."""
 
 METADATA = {"format": "pt"}
 """Older versions of transformers load no file that does not say this."""
@@ -42,8 +35,8 @@ def write_weights(
 ) -> dict[str, int]:
     """Write the parameters of `model`, which are `arrays` by name, into an empty folder, and return what was written.
 
-    `dtype` is one of `DTYPES`: numbers are rounded once. Raises `RequestError` where the arrays are not those of the
-    model, or a number is too large for the dtype.
+    `dtype` is a name of `SPELLED`: numbers are rounded once. Raises `RequestError` where the arrays are not those of
+    the model, or a number is too large for the dtype.
     """
     exporter = Exporter(model, arrays, dtype)
     files = _files(exporter.tensors(), shard_bytes)
@@ -107,13 +100,12 @@ class Exporter:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of theirs, in the order of the layers."""
-        spelled, _ = DTYPES[self._dtype]
-        return [Tensor(name, spelled, source.piece.shape) for name, source in self._sources.items()]
+        return [Tensor(name, SPELLED[self._dtype], source.piece.shape) for name, source in self._sources.items()]
 
     def content(self, tensor: Tensor) -> memoryview:
         """Return the bytes of a tensor of theirs. Raises `RequestError` where a number is too large for the dtype."""
         source = self._sources[tensor.name]
-        _, dtype = DTYPES[self._dtype]
+        dtype = np.dtype(self._dtype)
         theirs = np.empty(source.piece.split_shape, dtype)
         # The same memory, with its dims in our order.
         ours = source.piece.to_ours(theirs)

@@ -20,7 +20,7 @@ from jaxdist.huggingface.families import family_of
 from jaxdist.huggingface.folder import KEPT, Folder, open_folder
 from jaxdist.huggingface.model_config import maximum_of
 from jaxdist.huggingface.reading import read_parameters
-from jaxdist.huggingface.safetensors_file import read_header
+from jaxdist.huggingface.safetensors_file import DTYPES, read_header
 from jaxdist.huggingface.schema import INDEX, SMALL_FILES, SOURCE, read_content
 from jaxdist.models import Params
 from jaxdist.training.checkpoint.finite_state import check_loaded
@@ -30,9 +30,6 @@ from jaxdist.weights.digests import digest_of
 
 if TYPE_CHECKING:
     from jaxdist.training.run import Run
-
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""The dtypes of weights, by their names in a safetensors file."""
 
 
 def begin(run: Run, folder: Path, say: Callable[[str], None]) -> TrainState:
@@ -102,7 +99,7 @@ def _source(folder: Folder) -> dict[str, object]:
     dtype, _ = dtypes.most_common(1)[0]
     # A path that is not UTF-8 is for people only.
     path = str(folder.path.resolve()).encode(errors="replace").decode()
-    return {"path": path, "maximum": maximum_of(folder), "dtype": DTYPES[dtype]}
+    return {"path": path, "maximum": maximum_of(folder), "dtype": DTYPES[dtype].name}
 
 
 def _checksums(folder: Path) -> dict[str, str]:
