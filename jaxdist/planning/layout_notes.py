@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from jaxdist.config import Config
-from jaxdist.mesh import CONTEXT, DATA, MODEL, REPLICA, ZERO_AXES
+from jaxdist.mesh import DATA, REPLICA, ZERO_AXES
 from jaxdist.mesh.crossing import asked
 from jaxdist.mesh.split import own_rows, why_whole_on_replicas
 from jaxdist.output.units import closest, divisors, multiples, remedy, to
@@ -33,10 +33,6 @@ def notes(sharded: ShardedModel) -> list[str]:
         found.append(_unsplit_by_zero(sharded))
     if parallel.replica_zero and layout.size(REPLICA) > 1 and not over_replicas:
         found.append(_each_replica_holds_all(sharded))
-    if parallel.sequence and layout.size(MODEL) == 1:
-        found.append(f"parallel.sequence splits nothing here, because {MODEL} is 1")
-    if parallel.context != "auto" and layout.size(CONTEXT) == 1:
-        found.append(f"parallel.context {parallel.context} splits nothing here, because {CONTEXT} is 1")
     found += asked(config).notes(layout.size(REPLICA))
     vocabulary = Vocabulary(layout, config.model.vocab)
     if vocabulary.added and not config.model.images:

@@ -36,6 +36,8 @@ from jaxdist.planning.predicted_collectives import ALL_TO_ALL, F32, PERMUTE, Tra
 from jaxdist.planning.remedies import fitting
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.target import room, too_large
+from jaxdist.request import unused
+from jaxdist.request.unused import Known
 
 SCALARS = 7
 """Numbers that a replica hands to the outer step: loss, norm, three counts, the step, and what it has learned from."""
@@ -246,8 +248,13 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """How the step was compiled, what is not split (evenly), and what counts more often than it runs."""
-        found = [*self.program.notes, *layout_notes.notes(self.whole.sharded)]
+        """How it was compiled, what is not split (evenly) or not used, and what counts more often than it runs."""
+        whole = self.whole
+        found = [
+            *self.program.notes,
+            *layout_notes.notes(whole.sharded),
+            *unused.notes(whole.config, Known(whole.mesh.shape)),
+        ]
         if any(one.branch for one in self.collectives):
             found.append(
                 "collectives in branches count in every tick, although a rank skips those where it has nothing to run"

@@ -86,13 +86,14 @@ def test_a_width_apart_from_the_heads_is_offered_in_smaller_steps():
 
 
 def test_explain_names_what_stays_whole(monkeypatch):
-    """In the words of the summary, beside what it says of the compiled program."""
-    plan = Plan("8x1x1", zero=2, embed=36)
+    """In the words of the summary, beside what it says of the compiled program; then what the mesh does not use."""
+    plan = Plan("8x1x1", zero=2, embed=36, context="ring")
     mesh = abstract_mesh(parse_mesh("8x1x1"))
     monkeypatch.setattr(Report, "collectives", [])
     program = SimpleNamespace(notes=("compiled so",))
     report = Report(plan.sharded, mesh, program, None, None)
-    assert report.notes == ["compiled so", *plan.notes]
+    not_used = "parallel.context is ring, but mesh 8x1x1, whose context axis is 1, does not use it"
+    assert report.notes == ["compiled so", *plan.notes, not_used]
     assert report.notes[1].startswith("warning: data=8 finds no dim to split in ")
 
 
@@ -108,14 +109,8 @@ def test_a_classifier_of_images_is_offered_what_its_family_has():
 
 
 def test_what_splits_nothing_is_said():
-    assert Plan("1x1x1", zero=3, sequence=True).notes == [
-        "parallel.zero 3 splits nothing here, because data is 1",
-        "parallel.sequence splits nothing here, because model is 1",
-    ]
-    assert Plan("4x2x1", zero=0, sequence=True).notes == []
-    of_context = ["parallel.context ring splits nothing here, because context is 1"]
-    assert Plan("1x1x1", zero=0, context="ring").notes == of_context
-    assert Plan("context=2", zero=0, context="ring").notes == Plan("1x1x1", zero=0).notes == []
+    assert Plan("1x1x1", zero=3).notes == ["parallel.zero 3 splits nothing here, because data is 1"]
+    assert Plan("4x1x1", zero=0).notes == Plan("1x1x1", zero=0).notes == []
 
 
 @pytest.mark.parametrize(
