@@ -76,6 +76,15 @@ FAMILIES = {
 EXPERT_SIZES = ("experts", "expert_mlp", "shared_experts")
 """The knobs that make the number of parameters of experts."""
 
+ROUTING = ("experts_per_token", "router", "router_renormalize", "router_scale", "capacity_factor")
+"""The knobs that decide which experts a token goes through, and when."""
+
+BALANCE = ("balance_rate", "balance_loss", "z_loss")
+"""The knobs that keep the load of experts even."""
+
+PARTS = {"dropout": ("dropout", ("dropout",)), "routed": ("experts", (*EXPERT_SIZES, *ROUTING, *BALANCE))}
+"""Trait of a family -> (the part that its models have, the knobs that no other family uses)."""
+
 SIZES = ("layers", "embed", "heads", "head_dim", "kv_heads", "mlp", "vocab", "sequence", "positions", *EXPERT_SIZES)
 """The knobs that make the number of parameters of a decoder."""
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jaxdist.config import Config, RequestError
+from jaxdist.config.model import PARTS
 from jaxdist.config.stacks import stacks_of
-from jaxdist.mesh import AXES, CONTEXT, FILL, MODEL, PIPELINE, REPLICA, requested
+from jaxdist.mesh import AXES, FILL, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES, requested
 from jaxdist.request.knobs import KNOBS, kind, shown, value_of
 
 
@@ -86,18 +87,6 @@ def learned_positions(config: Config, known: Known) -> str:
     return f"model.family {config.model.family}" if config.model.traits.rotary else ""
 
 
-@needs("model.family")
-def dropout(config: Config, known: Known) -> str:
-    """Need a family with dropout."""
-    return "" if config.model.traits.dropout else f"model.family {config.model.family}, which has no dropout,"
-
-
-@needs("model.family")
-def experts(config: Config, known: Known) -> str:
-    """Need layers with experts."""
-    return "" if config.model.traits.routed else f"model.family {config.model.family}, which has no experts,"
-
-
 @needs("model.family", "model.expert_mlp")
 def width_of_mlp(config: Config, known: Known) -> str:
     """Need a layer whose width is that of an MLP."""
@@ -122,6 +111,24 @@ def frozen(config: Config, known: Known) -> str:
     return "" if config.model.frozen else config.model.frozen_by
 
 
+def _of_parts() -> Iterator[tuple[str, tuple[Condition]]]:
+    """Yield the rows of the knobs that are about a part which only models of some families have."""
+    for trait, (part, knobs) in PARTS.items():
+        condition = _with_trait(trait, part)
+        yield from ((f"model.{knob}", (condition,)) for knob in knobs)
+
+
+def _with_trait(trait: str, part: str) -> Condition:
+    """Return the condition that models of the family have this part, as a trait says."""
+
+    def find(config: Config, known: Known) -> str:
+        model = config.model
+        return "" if getattr(model.traits, trait) else f"model.family {model.family}, which has no {part},"
+
+    find.__name__ = part
+    return needs("model.family")(find)
+
+
 def _axis(axis: str) -> Condition:
     """Return the condition that this axis of the mesh has more than one rank."""
 
@@ -144,7 +151,7 @@ def _rule(dim: str) -> Condition:
 
 
 model_axis = _axis(MODEL)
-context_axis = _axis(CONTEXT)
+sequence_axis = _axis(*SEQUENCE_AXES)
 pipeline_axis = _axis(PIPELINE)
 
 
@@ -332,37 +339,26 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "model.qk_norm": (text, rotary),
     "model.norm_eps": (text,),
     "model.mlp": (text, width_of_mlp),
-    "model.experts": (experts,),
-    "model.experts_per_token": (experts,),
-    "model.expert_mlp": (experts,),
-    "model.shared_experts": (experts,),
-    "model.router": (experts,),
-    "model.router_renormalize": (experts,),
-    "model.router_scale": (experts,),
-    "model.balance_rate": (experts,),
-    "model.balance_loss": (experts,),
-    "model.z_loss": (experts,),
-    "model.capacity_factor": (experts,),
     "model.vocab": (text,),
     "model.sequence": (text,),
     "model.positions": (text, learned_positions),
     "model.window": (text, longer_rows),
     "model.documents": (text,),
     "model.tied": (text,),
-    "model.dropout": (dropout,),
     "model.lora_rank": (text,),
     "model.lora_alpha": (text, frozen),
     "model.lora_dropout": (text, frozen),
     "model.lora_targets": (text, frozen),
     "model.lora_base": (text, frozen),
     "model.remat": (text,),
+    **dict(_of_parts()),
     "model.classes": (images,),
     "model.image": (images,),
     "model.channels": (images,),
     # Stages 2 and 3 also order micro-batches, and so change a step of one device.
     "parallel.zero": ALWAYS,
     "parallel.sequence": (text, model_axis),
-    "parallel.context": (text, context_axis),
+    "parallel.context": (text, sequence_axis),
     "parallel.replica_zero": (sharded, replicas),
     # The trainer refuses these two, and local steps, without replicas, unless it resumes a run that had some.
     "parallel.gradient_compression": ALWAYS,
