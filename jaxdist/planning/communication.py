@@ -9,16 +9,17 @@ where XLA is known to do otherwise. Scalars (loss, norm, counts) are left out. N
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import jax
 
-from jaxdist.mesh import EXPERT, REPLICA
+from jaxdist.mesh import BATCH_AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES
 from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import expert_traffic, stream_traffic, weight_traffic
 from jaxdist.planning.compiler_habits import Sent, corrected, in_force
-from jaxdist.planning.predicted_collectives import ALL_REDUCE, F32, Transfer, transfer
+from jaxdist.planning.predicted_collectives import ALL_REDUCE, ALL_TO_ALL, F32, PERMUTE, Transfer, transfer
 from jaxdist.planning.replica_traffic import between_replicas
 from jaxdist.planning.runs import Step
 from jaxdist.planning.sharded_model import ShardedModel
@@ -69,6 +70,34 @@ def outer(sharded: ShardedModel) -> list[Transfer]:
     return [one for one in found if one.devices > 1]
 
 
+class Collective(Protocol):
+    """A collective, predicted or compiled."""
+
+    @property
+    def kind(self) -> str:
+        """Such as `all-gather`."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that it runs over."""
+
+
+def purpose(one: Collective) -> str:
+    """Return the part of a step that a collective belongs to: `data` for weights and gradients, else a mesh axis.
+
+    Of what crosses `expert`, only all-to-alls are rows of experts. Of what crosses `context`, only all-to-alls and
+    messages count for attention; all else is weights and gradients, but for where documents start and how many tokens
+    experts get, which are small.
+    """
+    if one.kind == ALL_TO_ALL and one.axes == (EXPERT,):
+        return EXPERT
+    if one.kind in (ALL_TO_ALL, PERMUTE) and one.axes == (CONTEXT,):
+        return CONTEXT
+    if {*BATCH_AXES, *SEQUENCE_AXES}.intersection(one.axes):
+        return DATA
+    return MODEL if MODEL in one.axes else PIPELINE
+
+
 def compression_that_costs(sharded: ShardedModel) -> str:
     """Return why the rule of `parallel.gradient_compression` is worse than bfloat16; empty where it is not."""
     config = sharded.config
@@ -104,8 +133,8 @@ def data_parallel(sharded: ShardedModel) -> float:
     for p in sharded.parameters:
         if not p.trained:
             continue
-        splits = any(EXPERT in layout.split(name) for name in p.axes)
-        whole += p.use * (layout.size(EXPERT) if splits else 1)
+        own = {axis for name in p.axes for axis in layout.split(name)}
+        whole += p.use * layout.size(*own.intersection(layout.tokens_over))
     devices = layout.size(*layout.tokens_over)
     return 2 * whole * (devices - 1) / devices
 

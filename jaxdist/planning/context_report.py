@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from jaxdist.mesh import CONTEXT
 from jaxdist.mesh.context import FORMS
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import size
+
+Row = tuple[str, str]
+"""(name, text) of a line."""
+
+
+def rows(split: Split) -> list[Row]:
+    """Return the row of a summary or a report that has the sentence; none where that is empty."""
+    attends = sentence(split)
+    return [(CONTEXT, attends)] if attends else []
 
 
 def sentence(split: Split) -> str:
@@ -26,9 +36,10 @@ def sentence(split: Split) -> str:
     )
 
 
-def json(split: Split) -> dict[str, object] | None:
-    """Return the same as the object that `docs/reference/json.md` describes; None where `context` is 1."""
+def json(split: Split) -> dict[str, object]:
+    """Return the same as the key that `docs/reference/json.md` describes; it is null where `context` is 1."""
     if split.row_parts == 1:
-        return None
+        return {CONTEXT: None}
     choice = split.attention
-    return {"attention": choice.form, "why": choice.why, "bytes_per_token_and_layer": dict(choice.sent)}
+    sent = dict(choice.sent)
+    return {CONTEXT: {"attention": choice.form, "why": choice.why, "bytes_per_token_and_layer": sent}}

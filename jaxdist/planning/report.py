@@ -13,7 +13,7 @@ from functools import cached_property
 from jax.sharding import AbstractMesh
 
 from jaxdist.config import Config
-from jaxdist.mesh import AXES, CONTEXT, EXPERT, describe
+from jaxdist.mesh import AXES, DATA, describe
 from jaxdist.mesh.split import Split
 from jaxdist.planning import (
     clusters,
@@ -32,7 +32,7 @@ from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.planning.kernels import Kernels, kernels
 from jaxdist.planning.overlap import Sent, by_axes
 from jaxdist.planning.pipelines import Pipeline
-from jaxdist.planning.predicted_collectives import ALL_TO_ALL, F32, PERMUTE, Transfer
+from jaxdist.planning.predicted_collectives import F32, Transfer
 from jaxdist.planning.remedies import fitting
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.target import room, too_large
@@ -220,14 +220,7 @@ class Report:
         if not plain:
             return None
         # Tokens on their way to experts are neither, nor is what attention sends, nor where documents start.
-        others = [(ALL_TO_ALL, (EXPERT,)), (ALL_TO_ALL, (CONTEXT,)), (PERMUTE, (CONTEXT,))]
-        over_tokens = [
-            one
-            for one in self.collectives
-            if set(one.axes) & set(self.sharded.layout.tokens_over)
-            and (one.kind, one.axes) not in others
-            and one.dtypes != ("s32",)
-        ]
+        over_tokens = [one for one in self.collectives if communication.purpose(one) == DATA and one.dtypes != ("s32",)]
         return sum(one.wire * one.array_elements / one.elements for one in over_tokens) / plain
 
     @cached_property
@@ -298,7 +291,7 @@ class Report:
             "jax": program.jax,
             "precision": self.config.precision,
             "pipeline": self.pipeline.json() if self.pipeline else None,
-            CONTEXT: context_report.json(self.whole.sharded.split),
+            **context_report.json(self.whole.sharded.split),
             "memory": {
                 "arguments": program.argument_bytes,
                 "temporaries": program.temporary_bytes,

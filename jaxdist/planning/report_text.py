@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from jaxdist.mesh import CONTEXT, REPLICA, describe
+from jaxdist.mesh import REPLICA, describe
 from jaxdist.output.units import counted, size
-from jaxdist.planning import context_report, overlap, pipelines
+from jaxdist.planning import model_report, overlap
 from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.compared import Row
-from jaxdist.planning.expert_report import arithmetic, exchanged, experts, model_size
 from jaxdist.planning.report import OuterReport, Report
 from jaxdist.planning.tables import table
-from jaxdist.planning.timing import in_window
 from jaxdist.sharding import SEQUENCE
 
 BAR = 60
@@ -54,26 +52,14 @@ def _head(report: Report) -> list[str]:
             f"local steps {outer.local_steps} by each of {counted(mesh.size // report.mesh.size, REPLICA)}, "
             f"on {counted(report.mesh.size, 'device')}, then an outer step averages; the loss is not that of one device"
         )
-    attends = context_report.sentence(split)
-    if attends:
-        found.append(f"context     {attends}")
-    if report.pipeline:
-        found.append(f"pipeline    {pipelines.describe(report.pipeline)}")
-    found.append(f"model       {model_size(config.model, report.sharded.model)}{in_window(config.model)}")
-    found += _experts(report)
+    rows = [
+        *model_report.of_axes(report.sharded),
+        *model_report.of_step(report.sharded.split, report.sharded.model, report.transfers),
+    ]
+    found += [f"{name:<11} {text}" for name, text in rows]
     found += [f"warning     {sentence}" for sentence in report.warnings]
     found += [f"note        {note}" for note in report.notes]
     return found
-
-
-def _experts(report: Report) -> list[str]:
-    """Return where the experts are, and what their capacity adds to the arithmetic; nothing without experts."""
-    config = report.config
-    if not config.model.traits.routed:
-        return []
-    sentences = [*experts(report.sharded.split), exchanged(report.transfers)]
-    found = [f"experts     {sentence}" for sentence in sentences if sentence]
-    return [*found, f"arithmetic  {arithmetic(report.sharded.split)}"]
 
 
 def _memory(report: Report) -> list[str]:
@@ -219,9 +205,7 @@ def _totals(report: Report) -> list[str]:
             time = f", {1e3 * seconds:,.1f} ms at {report.gpu.host / 1e9:g} GB/s"
         found.append(f"sent each way between device and host: {size(traffic)} per device and step{time}")
     if report.ratio_to_data_parallel is not None:
-        axes = "the batch axes"
-        if report.sharded.layout.split(SEQUENCE):
-            axes += f" and {CONTEXT}"
+        axes = " and ".join(["the batch axes", *report.sharded.layout.split(SEQUENCE)])
         found.append(f"elements over {axes}: {report.ratio_to_data_parallel:.3f} x those of plain data parallelism")
     found += [overlap.line(axes, sent) for axes, sent in report.sent.items()]
     return found

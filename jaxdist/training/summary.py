@@ -17,16 +17,14 @@ import numpy as np
 from jaxdist import __version__
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.runtime import host_lines, notes
-from jaxdist.mesh import CONTEXT, REPLICA, axes_across, describe
+from jaxdist.mesh import REPLICA, axes_across, describe
 from jaxdist.output.units import counted, size
 from jaxdist.planning import (
     communication,
-    context_report,
-    expert_report,
     layout_notes,
     memory,
+    model_report,
     parameter_layout,
-    pipelines,
     remedies,
 )
 from jaxdist.planning.clusters import cluster
@@ -142,17 +140,11 @@ def _training(run: Run, length: str) -> list[Row]:
     config = run.config
     rows = [
         ("mesh", f"{describe(run.mesh.shape)}; precision {config.precision}; ZeRO {config.parallel.zero}"),
-        ("model", expert_report.model_size(config.model, run.model)),
-        *(("experts", sentence) for sentence in expert_report.experts(run.split)),
+        *model_report.of_model(run.split, run.model),
         ("batch", f"{_batch(run)} per step, {counted(run.split.micro_batches, 'micro-batch')}, {length}"),
+        *model_report.of_axes(run.sharded),
+        *run.split.crossing_traits.rows(config),
     ]
-    attends = context_report.sentence(run.split)
-    if attends:
-        rows.append((CONTEXT, attends))
-    pipe = run.sharded.pipe
-    if pipe:
-        rows.append(("pipeline", pipelines.describe(pipe)))
-    rows += run.split.crossing_traits.rows(config)
     if run.task.flops:
         rows.append(("arithmetic", f"{run.task.flops:,} FLOPs per token = {flops_formula(config.model)}"))
     return rows

@@ -9,7 +9,7 @@ from jaxdist import models
 from jaxdist.config import Config, ModelConfig, TrainConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.mesh.split import Split
-from jaxdist.planning import expert_report
+from jaxdist.planning import model_report
 from jaxdist.planning.expert_rows import IMBALANCE, all_rounds, first_round, padding, rows_of_queue
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_TO_ALL, Transfer
 
@@ -47,20 +47,20 @@ def request(mesh: str, **more) -> Split:
 
 
 def test_a_report_says_where_experts_are_and_what_capacity_adds():
-    first, second = expert_report.experts(request("data=2,expert=4", shared_experts=1))
+    first, second = model_report.experts(request("data=2,expert=4", shared_experts=1))
     assert first == "16 in each layer, 4 of them on each device; a token goes through 4 and 1 shared by all"
     assert second.startswith(
         "a micro-batch of 128 tokens on a device asks for 512 rows; the first round computes 640 (1.25"
     )
-    (alone, _) = expert_report.experts(request("data=8"))
+    (alone, _) = model_report.experts(request("data=8"))
     assert alone == "16 in each layer; a token goes through 4"
-    assert expert_report.experts(Split(Config(), {})) == []
+    assert model_report.experts(Split(Config(), {})) == []
 
 
 def test_padding_adds_flops_that_mfu_does_not_count():
     """A quarter of the experts' 6 for each parameter of the 4 chosen."""
     split = request("data=8")
-    useful, padded = re.findall("([0-9,]+)(?: FLOPs| with)", expert_report.arithmetic(split))
+    useful, padded = re.findall("([0-9,]+)(?: FLOPs| with)", model_report.arithmetic(split))
     m = split.config.model
     more = int(padded.replace(",", "")) - int(useful.replace(",", ""))
     assert more == m.layers * 6 * 3 * m.embed * m.expert_size * 4 // 4
@@ -73,9 +73,9 @@ def test_only_rows_of_experts_are_said_to_be_sent_to_them():
         Transfer("int8", ALL_TO_ALL, ("replica",), 4, 1, 9, 1),
     ]
     assert (
-        expert_report.exchanged([rows, *others]) == "a device sends 2 KiB per step to experts of other devices and back"
+        model_report.exchanged([rows, *others]) == "a device sends 2 KiB per step to experts of other devices and back"
     )
-    assert expert_report.exchanged(others) == ""
+    assert model_report.exchanged(others) == ""
 
 
 def test_the_size_of_a_model_tells_what_is_active():
@@ -84,8 +84,8 @@ def test_the_size_of_a_model_tells_what_is_active():
     model = models.build(m)
     expert = m.layers * 3 * m.embed * m.expert_size
     assert models.parameters(model) - models.active_parameters(model, m) == 12 * expert
-    assert expert_report.model_size(m, model).endswith(
+    assert model_report.model_size(m, model).endswith(
         f"{models.active_parameters(model, m):,} of them active for a token"
     )
     dense = ModelConfig()
-    assert "active" not in expert_report.model_size(dense, models.build(dense))
+    assert "active" not in model_report.model_size(dense, models.build(dense))

@@ -11,6 +11,7 @@ from jaxdist.mesh.split import Split
 from jaxdist.models import build
 from jaxdist.planning import remedies
 from jaxdist.planning.clusters import cluster
+from jaxdist.planning.communication import purpose
 from jaxdist.planning.predicted_collectives import ALL_TO_ALL
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import estimate, sharded_model
@@ -18,7 +19,6 @@ from jaxdist.planning.search.plan import search
 from jaxdist.planning.search.questions import alone, why_not
 from jaxdist.planning.search.reasons import reason
 from jaxdist.planning.search.screen import Screen
-from jaxdist.planning.search.traffic_time import purpose
 from jaxdist.request import load
 from jaxdist.request.knobs import KNOBS
 from jaxdist.request.reading import found_in

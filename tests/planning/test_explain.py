@@ -89,7 +89,7 @@ def test_the_axis_that_splits_rows_is_named_where_gradients_cross_it(report):
     rules = dict(layout.rules) | {"sequence": ("model",)}
     sharded = dataclasses.replace(report.sharded, layout=dataclasses.replace(layout, rules=tuple(rules.items())))
     split = dataclasses.replace(report, sharded=sharded)
-    assert "\nelements over the batch axes and context: " in "\n".join(report_text.lines(split))
+    assert "\nelements over the batch axes and model: " in "\n".join(report_text.lines(split))
 
 
 @pytest.mark.slow

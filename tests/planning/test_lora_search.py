@@ -7,7 +7,7 @@ from jaxdist.config import Config, ModelConfig, RequestError, lora
 from jaxdist.config.trained import trained_beside
 from jaxdist.models import build
 from jaxdist.planning.clusters import cluster
-from jaxdist.planning.expert_report import model_size
+from jaxdist.planning.model_report import model_size
 from jaxdist.planning.search import text
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import estimate, layer_times

@@ -53,6 +53,7 @@ from jaxdist.planning import communication, expert_rows, memory, step_bytes
 from jaxdist.planning.activations import saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers
+from jaxdist.planning.communication import purpose
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.predicted_collectives import F32, Transfer
@@ -60,7 +61,6 @@ from jaxdist.planning.runs import Step
 from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, attention_seconds
 from jaxdist.planning.search.products import layer_products, matmul_rate
 from jaxdist.planning.search.traffic_time import communication as communication_seconds
-from jaxdist.planning.search.traffic_time import purpose
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.planning.transfer_time import exposed, merge_calls, seconds

@@ -8,15 +8,15 @@ from shlex import quote
 from typing import Any
 
 from jaxdist.config import Config, leaves
-from jaxdist.mesh import CONTEXT, DATA, PIPELINE, crossing
+from jaxdist.mesh import DATA, PIPELINE, crossing
 from jaxdist.models import Model, active_parameters, parameters
 from jaxdist.output.units import size
 from jaxdist.planning import clusters, collective_time, context_report, layout_notes, transfer_time
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
 from jaxdist.planning.collective_time import ranks_together
-from jaxdist.planning.expert_report import model_size
 from jaxdist.planning.expert_rows import assumption
 from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.model_report import model_size
 from jaxdist.planning.search import slow_link
 from jaxdist.planning.search.attention_time import runs_by_matmuls
 from jaxdist.planning.search.candidates import MESH
@@ -398,7 +398,7 @@ def _json(candidate: Estimate, base: Config) -> dict[str, Any]:
     return {
         "options": changes(candidate, base),
         "mesh": {axis: candidate.shape[axis] for axis in MESH},
-        CONTEXT: context_report.json(candidate.split),
+        **context_report.json(candidate.split),
         "changes_loss": candidate.in_force or None,
         "memory": candidate.memory.total,
         "seconds": candidate.seconds,

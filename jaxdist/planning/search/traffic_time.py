@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from jaxdist.config import ModelConfig
-from jaxdist.mesh import BATCH_AXES, CONTEXT, DATA, EXPERT, FAST, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES
+from jaxdist.mesh import CONTEXT, DATA, EXPERT, FAST, MODEL, PIPELINE, REPLICA
 from jaxdist.planning import expert_rows
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers, group_over
-from jaxdist.planning.predicted_collectives import ALL_TO_ALL, PERMUTE, Transfer
+from jaxdist.planning.communication import purpose
+from jaxdist.planning.predicted_collectives import PERMUTE, Transfer
 from jaxdist.planning.replica_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
 from jaxdist.planning.runs import Step
 from jaxdist.planning.search.attention_time import ring_seconds
@@ -64,22 +65,6 @@ def communicating(m: ModelConfig) -> tuple[str, ...]:
     if m.traits.routed:
         return (CONTEXT, EXPERT, MODEL, PIPELINE, DATA)
     return (CONTEXT, MODEL, PIPELINE, DATA)
-
-
-def purpose(transfer: Transfer) -> str:
-    """Return the part of a step that a transfer belongs to: `data` for weights and gradients, else a mesh axis.
-
-    Of what crosses `expert`, only all-to-alls are rows of experts. Of what crosses `context`, only all-to-alls and
-    messages count for attention; all else is weights and gradients, but for where documents start and how many tokens
-    experts get, which are small.
-    """
-    if transfer.kind == ALL_TO_ALL and transfer.axes == (EXPERT,):
-        return EXPERT
-    if transfer.kind in (ALL_TO_ALL, PERMUTE) and transfer.axes == (CONTEXT,):
-        return CONTEXT
-    if set(transfer.axes) & {*BATCH_AXES, *SEQUENCE_AXES}:
-        return DATA
-    return MODEL if MODEL in transfer.axes else PIPELINE
 
 
 def _is_step_of_ring(transfer: Transfer) -> bool:

@@ -1,4 +1,7 @@
-"""Say how large a model with experts is, what part of it a token goes through, and what its capacity adds."""
+"""Say how large a model is, and how the axes of a mesh split its work: rows of a run's summary and a step's report.
+
+Of a model with experts, they also say what part of it a token goes through, and what its capacity adds.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,44 @@ from collections.abc import Iterable
 
 from jaxdist.config import ModelConfig
 from jaxdist.config.trained import all_trained_beside
-from jaxdist.mesh import EXPERT
+from jaxdist.mesh import EXPERT, PIPELINE
 from jaxdist.mesh.split import Split
 from jaxdist.models import Model, active_parameters, parameters
 from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import size
+from jaxdist.planning import context_report, pipelines
+from jaxdist.planning.communication import purpose
+from jaxdist.planning.context_report import Row
 from jaxdist.planning.expert_rows import first_round, padding
-from jaxdist.planning.predicted_collectives import ALL_TO_ALL, Transfer
-from jaxdist.planning.timing import flops_of_padding, flops_per_token
+from jaxdist.planning.predicted_collectives import Transfer
+from jaxdist.planning.sharded_model import ShardedModel
+from jaxdist.planning.timing import flops_of_padding, flops_per_token, in_window
+
+
+def of_model(split: Split, model: Model | Foreign) -> list[Row]:
+    """Return what is said of a model before it runs."""
+    size_row = ("model", model_size(split.config.model, model))
+    return [size_row, *(("experts", sentence) for sentence in experts(split))]
+
+
+def of_step(split: Split, model: Model | Foreign, transfers: Iterable[Transfer]) -> list[Row]:
+    """Return what is said of the model of a compiled step, for which `transfers` are predicted."""
+    m = split.config.model
+    (name, text), *rows = of_model(split, model)
+    found = [(name, text + in_window(m)), *rows]
+    if m.traits.routed:
+        sent = exchanged(transfers)
+        found += [("experts", sent)] if sent else []
+        found.append(("arithmetic", arithmetic(split)))
+    return found
+
+
+def of_axes(sharded: ShardedModel) -> list[Row]:
+    """Return what is said of the axes that split rows of tokens and layers."""
+    rows = context_report.rows(sharded.split)
+    if sharded.pipe:
+        rows.append((PIPELINE, pipelines.describe(sharded.pipe)))
+    return rows
 
 
 def model_size(config: ModelConfig, model: Model | Foreign) -> str:
@@ -58,5 +91,5 @@ def arithmetic(split: Split) -> str:
 
 def exchanged(transfers: Iterable[Transfer]) -> str:
     """Return what a device sends in a step to experts of others and back; empty where all are its own."""
-    sent = sum(one.wire_bytes for one in transfers if one.kind == ALL_TO_ALL and one.axes == (EXPERT,))
+    sent = sum(one.wire_bytes for one in transfers if purpose(one) == EXPERT)
     return f"a device sends {size(sent)} per step to experts of other devices and back" if sent else ""
