@@ -19,6 +19,7 @@ from jaxdist.cluster.rendezvous import join  # jax, in the environment of this p
 from jaxdist.training.meter import Meter
 from jaxdist.training.run import Run
 from jaxdist.training.forward.step import Step
+from jaxdist.training.task import Task
 from jaxdist.training.trainer import Trainer
 me = next(int(word.split("=")[1]) for word in [*sys.argv, "--cluster.process-id=0"] if "process-id" in word)
 {patch}

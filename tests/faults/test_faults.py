@@ -21,21 +21,21 @@ from tests.tiers import exhaustive
 LONG = ("--mesh=2x1x1", "--train.steps=100000")
 
 READER_FAILS = """
-batch = Trainer.batch
+batch = Task.batch_after
 def broken(self, step):
     if me == {who} and step == 12:
         raise ValueError("sector 5 is unreadable")
     return batch(self, step)
-Trainer.batch = broken
+Task.batch_after = broken
 """
 
 STUCK = """
-batch = Trainer.batch
+batch = Task.batch_after
 def stuck_reader(self, step):
     while me == {who} and step == 12:
         time.sleep(0.1)
     return batch(self, step)
-Trainer.batch = stuck_reader
+Task.batch_after = stuck_reader
 """
 
 

@@ -31,11 +31,11 @@ NOW = 1_000_000.0
 FAST = """
 from jaxdist.cluster import heartbeat
 heartbeat.LEAST_INTERVAL = 0.5
-batch = Trainer.batch
+batch = Task.batch_after
 def slow_reader(self, step):
     time.sleep(0.2 * (me == 1))
     return batch(self, step)
-Trainer.batch = slow_reader
+Task.batch_after = slow_reader
 """
 
 

@@ -46,13 +46,13 @@ Trainer.save = slow
 """
 
 NO_DATA = """
-batch = Trainer.batch
+batch = Task.batch_after
 def slow(self, step):
     if step >= 12 and me == 0:
         print("NO DATA", flush=True)
         time.sleep(1000)
     return batch(self, step)
-Trainer.batch = slow
+Task.batch_after = slow
 """
 
 

@@ -108,7 +108,8 @@ class Played(trainer.Trainer):
         self.config = Config(validation=dict(every=every), train=dict(steps=12))
         self.every = 1
         step = SimpleNamespace(whole=lambda state: state.params)
-        self.run = SimpleNamespace(validate=self._loss, step=step)
+        task = SimpleNamespace(batch_after=lambda step: None)
+        self.run = SimpleNamespace(validate=self._loss, step=step, task=task)
         self.samples = None
         self.job = SimpleNamespace(stop=SimpleNamespace(due=lambda: False, here=lambda: stopped), note=lambda *_: None)
         self.save_policy = SimpleNamespace(due=lambda steps: False, save_if_best=lambda step, state, loss: None)
@@ -122,9 +123,6 @@ class Played(trainer.Trainer):
         return SimpleNamespace(params=None, variables=None)
 
     def compile(self):
-        return None
-
-    def batch(self, step):
         return None
 
     def step(self, step, state, batch):
