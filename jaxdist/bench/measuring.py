@@ -18,6 +18,7 @@ from jaxdist.config import Config
 from jaxdist.data.batches import Batch, token_batch
 from jaxdist.data.image_batches import image_batch
 from jaxdist.data.images import Part
+from jaxdist.data.rows import CutRows
 from jaxdist.data.tokens import Tokens, TokenWriter
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run import Run
@@ -48,7 +49,7 @@ def random_work(run: Run) -> Batch:
         with TokenWriter(path, "uint32") as writer:
             writer.write(ids)
         tokens = replace(Tokens.open(path, "uint32"), end=end)
-        return token_batch(tokens, rows, sequence, run.task.batch_layout)
+        return token_batch(CutRows(tokens, sequence), rows, run.task.batch_layout)
 
 
 def _noise(config: Config, rows: int) -> Part:

@@ -16,6 +16,7 @@ from jaxdist.config import DataConfig, RequestError
 from jaxdist.data.paths import open_sources
 from jaxdist.data.progress import Pass, Progress, unseen
 from jaxdist.data.readers.reader import TextReader, TokenReader, reading
+from jaxdist.data.rows import CutRows
 from jaxdist.data.sources import Source, Sources
 from jaxdist.data.token_store import open_store
 from jaxdist.data.tokenizing import ALPHABET, train_tokenizer
@@ -34,10 +35,10 @@ EARLIER = 2
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training tokens and held-out tokens."""
+    """Rows to train on and rows that are held out."""
 
-    train: Tokens
-    validation: Tokens
+    train: CutRows
+    validation: CutRows
     tokenizer: str | None
     """Content of the tokenizer.json; None for a .bin without data.tokenizer."""
     special: SpecialTokens
@@ -67,13 +68,13 @@ def open_corpus(
     the fingerprint `begun` goes on with these, also where an `EARLIER` version had read them in another way.
     Raises `RequestError` for anything wrong with the request or the data.
     """
-    request = _Request.of(config, vocab, progress)
+    request = _Request.of(config, vocab, sequence, progress)
     corpus = request.open()
     if begun and corpus.changed and corpus.fingerprint != begun:
         earlier = request.as_before().open()
         if earlier.fingerprint == begun:
             corpus = earlier
-    _check_rows(corpus, sequence, config)
+    _check_rows(corpus, config)
     if apart:
         return _apart(corpus)
     return corpus
@@ -81,10 +82,11 @@ def open_corpus(
 
 @dataclass(frozen=True)
 class _Request:
-    """What is asked for: data, read with a tokenizer for a model of `vocab` ids."""
+    """What is asked for: data, read with a tokenizer for a model of `vocab` ids, in rows of `sequence` tokens."""
 
     config: DataConfig
     vocab: int
+    sequence: int
     progress: Progress
     sources: Sources
     given: GivenTokenizer | None
@@ -92,14 +94,14 @@ class _Request:
     """Whether the data are read as the `EARLIER` version read them."""
 
     @classmethod
-    def of(cls, config: DataConfig, vocab: int, progress: Progress) -> _Request:
+    def of(cls, config: DataConfig, vocab: int, sequence: int, progress: Progress) -> _Request:
         """Find the data and the tokenizer that `config` names."""
         sources = open_sources(config)
         given = None
         if config.tokenizer:
             given = read_tokenizer(config.tokenizer)
             _check_vocab(given, config.tokenizer, vocab)
-        return cls(config, vocab, progress, sources, given)
+        return cls(config, vocab, sequence, progress, sources, given)
 
     def as_before(self) -> _Request:
         """Return the same request to the `EARLIER` version."""
@@ -128,8 +130,8 @@ class _Request:
             train = parts[0].part(0, cut)
             validation = parts[0].part(cut, total)
         return Corpus(
-            train,
-            validation,
+            CutRows(train, self.sequence),
+            CutRows(validation, self.sequence),
             tokenizer=self.given.text if self.given else None,
             special=self.given.special if self.given else SpecialTokens(),
             fingerprint=digest(content, *identity(self.given)),
@@ -163,8 +165,8 @@ class _Request:
             self._describe_tokenizer(store.used),
         ]
         return Corpus(
-            store.train,
-            store.validation,
+            CutRows(store.train, self.sequence),
+            CutRows(store.validation, self.sequence),
             tokenizer=store.used.text,
             special=store.used.special,
             # Tokens that differ from an earlier version's have another name.
@@ -222,9 +224,9 @@ def _apart(corpus: Corpus) -> Corpus:
             f"model.documents is apart, but no tokenizer says which token ends a document; give a data.tokenizer with "
             f"one of {', '.join(ENDS)}, or set model.documents to joined"
         )
-    train = replace(corpus.train, begin=special.bos, end=special.eos)
-    validation = replace(corpus.validation, begin=special.bos, end=special.eos)
-    if not train.several_documents():
+    train = _knowing_documents(corpus.train, special)
+    validation = _knowing_documents(corpus.validation, special)
+    if not train.tokens.several_documents():
         between = f"end-of-text token (id {special.eos})"
         if special.eos is None:
             between = f"BOS token (id {special.bos})"
@@ -233,6 +235,10 @@ def _apart(corpus: Corpus) -> Corpus:
             "between its tokens; give several documents, such as a .jsonl, or set model.documents to joined"
         )
     return replace(corpus, train=train, validation=validation, source=f"{corpus.source}; documents apart")
+
+
+def _knowing_documents(rows: CutRows, special: SpecialTokens) -> CutRows:
+    return replace(rows, tokens=replace(rows.tokens, begin=special.bos, end=special.eos))
 
 
 def _check_vocab(given: GivenTokenizer, path: Path, vocab: int) -> None:
@@ -259,17 +265,18 @@ def identity(given: GivenTokenizer | None) -> list[str | int | None]:
     return [given.text, given.special.bos, given.special.eos]
 
 
-def _check_rows(corpus: Corpus, sequence: int, config: DataConfig) -> None:
+def _check_rows(corpus: Corpus, config: DataConfig) -> None:
     """Raise `RequestError` if a part of the data has fewer tokens than one row needs."""
     remedies = {"training": "", "validation": "make data.validation_path longer, "}
     if config.validation_path is None:
         remedies["validation"] = "raise data.validation_fraction, "
     problems = []
-    for part, tokens in (("training", corpus.train), ("validation", corpus.validation)):
-        if tokens.rows(sequence) == 0:
+    for part, rows in (("training", corpus.train), ("validation", corpus.validation)):
+        if rows.count == 0:
             problems.append(
-                f"the {part} data has {tokens.length} tokens and one row needs {sequence + 1} (model.sequence "
-                f"{sequence} and the token after it); {remedies[part]}give more data, or lower model.sequence"
+                f"the {part} data has {rows.tokens.length} tokens and one row needs {rows.sequence + 1} "
+                f"(model.sequence {rows.sequence} and the token after it); {remedies[part]}give more data, or lower "
+                "model.sequence"
             )
     if problems:
         raise RequestError(*problems)

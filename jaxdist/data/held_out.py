@@ -17,10 +17,10 @@ from jaxtyping import Int
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
-from jaxdist.data.batches import labelled
 from jaxdist.data.corpus import VERSION, identity, open_token_files
 from jaxdist.data.progress import Progress, unseen
 from jaxdist.data.readers.reader import Document, OnRead, TokenReader
+from jaxdist.data.rows import labelled
 from jaxdist.data.sources import Source, Split
 from jaxdist.data.token_store import open_store
 from jaxdist.data.tokens import Tokens

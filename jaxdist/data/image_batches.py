@@ -9,16 +9,10 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int, UInt64
 
-from jaxdist.data.batches import (
-    IGNORED,
-    AbstractBatch,
-    Batch,
-    BatchLayout,
-    global_batch,
-    splitmix64,
-    word,
-)
+from jaxdist.data.batches import AbstractBatch, Batch, BatchLayout, global_batch
 from jaxdist.data.images import Part
+from jaxdist.data.order import splitmix64, word
+from jaxdist.data.tokens import IGNORED
 
 PURPOSE = int.from_bytes(b"image")
 """Separates the random numbers drawn here from those that order the rows."""

@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Float, Float32, Int, Int32, Shaped
 
 from jaxdist.config import DataConfig, DataLost, RequestError
-from jaxdist.data.batches import splitmix64
 from jaxdist.data.image_files import Labelled, read, renumber
+from jaxdist.data.order import splitmix64
 from jaxdist.data.progress import Pass, Progress, unseen
 
 VERSION = 1

@@ -61,19 +61,6 @@ class Tokens:
         assert 0 <= start <= stop <= self.length, f"part {start}:{stop} of {self.length} tokens"
         return replace(self, start=self.start + start, length=stop - start)
 
-    def rows(self, sequence: int) -> int:
-        """Return the number of windows of `sequence` tokens, each with the token after it."""
-        return max(0, self.length - 1) // sequence
-
-    def window(self, index: Int[np.ndarray, " n"], sequence: int) -> Int[np.ndarray, "n {sequence}+1"]:
-        """Return the rows `index`. Row i covers tokens i*S to i*S+S inclusive."""
-        # Neighbouring rows share one token, so that each token is predicted exactly once.
-        assert index.size == 0 or 0 <= index.min() <= index.max() < self.rows(sequence), "row outside the tokens"
-        out = np.empty((len(index), sequence + 1), np.int32)
-        for row, first in zip(out, index.tolist(), strict=True):
-            row[:] = self.read(first * sequence, (first + 1) * sequence + 1)
-        return out
-
     @property
     def apart(self) -> bool:
         """Whether documents are to be apart."""

@@ -9,8 +9,10 @@ import numpy as np
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
-from jaxdist.data.batches import IGNORED, Batch, BatchLayout, abstract_batch, held_out_rows, ordered_batch
+from jaxdist.data.batches import Batch, BatchLayout, abstract_batch, ordered_batch
 from jaxdist.data.multiple_choice import Rows
+from jaxdist.data.order import held_out_rows
+from jaxdist.data.tokens import IGNORED
 from jaxdist.models import Params
 from jaxdist.sharding import SEQUENCE, Layout
 from jaxdist.training.forward.decoder import DecoderForward

@@ -14,9 +14,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxdist.config import RequestError
-from jaxdist.data.batches import AbstractBatch, Batch, BatchLayout, global_rows, held_out_rows
+from jaxdist.data.batches import AbstractBatch, Batch, BatchLayout
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.images import Images
+from jaxdist.data.order import global_rows, held_out_rows
 from jaxdist.data.progress import Progress, unseen
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.mesh.split import Split

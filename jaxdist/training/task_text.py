@@ -10,17 +10,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxdist.config import DataConfig
-from jaxdist.data.batches import (
-    AbstractBatch,
-    Batch,
-    BatchLayout,
-    abstract_batch,
-    held_out_rows,
-    ordered_batch,
-    token_batch,
-)
+from jaxdist.data.batches import AbstractBatch, Batch, BatchLayout, abstract_batch, ordered_batch, token_batch
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.data.held_out import HeldOut
+from jaxdist.data.order import held_out_rows
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
@@ -87,12 +80,12 @@ class TextTask(Task[Model]):
 
     def available(self) -> tuple[int, str]:
         """Return (number of rows to train on, what they are called)."""
-        return self.data.train.rows(self.units), f"rows of {self.units} tokens"
+        return self.data.train.count, f"rows of {self.units} tokens"
 
     @property
     def validation_rows(self) -> int:
         """The number of held-out rows."""
-        return self.data.validation.rows(self.units)
+        return self.data.validation.count
 
     def baseline(self) -> float:
         """Return the unigram entropy: the nats per token of the best model of single tokens."""
@@ -100,7 +93,7 @@ class TextTask(Task[Model]):
 
     def batch(self, rows: np.ndarray, step: int) -> Batch:
         """Return these rows, which are the same in every step."""
-        return token_batch(self.data.train, rows, self.units, self.batch_layout)
+        return token_batch(self.data.train, rows, self.batch_layout)
 
     def abstract(self, rows: int, batch_layout: BatchLayout) -> AbstractBatch:
         """Return shapes and shardings of a batch of that many rows."""
@@ -109,7 +102,7 @@ class TextTask(Task[Model]):
 
     def held_out(self, rows: np.ndarray, batch_layout: BatchLayout) -> Batch:
         """Return these held-out rows; a row of -1 does not count."""
-        return token_batch(self.data.validation, rows, self.units, batch_layout)
+        return token_batch(self.data.validation, rows, batch_layout)
 
     def batches_of(self, file: HeldOut, stride: int) -> Iterator[Batch]:
         """Yield every row of a file once, in batches as `evaluated` says; they begin `stride` tokens apart."""
@@ -120,5 +113,5 @@ class TextTask(Task[Model]):
 
     def whole_held_out(self) -> HeldOut:
         """Return the held-out part of the data, whose first token nothing predicts."""
-        tokens = self.data.validation
+        tokens = self.data.validation.tokens
         return HeldOut(tokens.path, tokens, before=None, bytes=None, fingerprint=self.fingerprint)

@@ -6,17 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.data.batches import (
-    IGNORED,
-    BatchLayout,
-    Prefetch,
-    global_rows,
-    held_out_rows,
-    permute,
-    token_batch,
-)
+from jaxdist.data.batches import BatchLayout, Prefetch, token_batch
 from jaxdist.data.image_batches import Augment
-from jaxdist.data.tokens import Tokens
+from jaxdist.data.order import global_rows, held_out_rows, permute
+from jaxdist.data.rows import CutRows
+from jaxdist.data.tokens import IGNORED, Tokens
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.sharding import Layout
 from tests.processes import told
@@ -25,9 +19,9 @@ S = 5
 
 
 @pytest.fixture
-def tokens(tmp_path) -> Tokens:
+def cut(tmp_path) -> CutRows:
     np.random.default_rng(0).integers(0, 50, 20 * S + 3).astype("<u2").tofile(tmp_path / "t.bin")
-    return Tokens.open(tmp_path / "t.bin", "uint16")
+    return CutRows(Tokens.open(tmp_path / "t.bin", "uint16"), S)
 
 
 def on(text):
@@ -108,19 +102,19 @@ def test_order_is_pinned():
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("mesh", ["1x1x1", "2x1x1", "4x1x1", "data=2,replica=2"])
-def test_batches_are_the_same_on_every_mesh(tokens, mesh, accumulation):
-    rows = global_rows(0, 3, 8, tokens.rows(S))
-    windows = tokens.window(rows, S).reshape(accumulation, -1, S + 1)
-    batch = token_batch(tokens, rows, S, BatchLayout(accumulation, *on(mesh)))
+def test_batches_are_the_same_on_every_mesh(cut, mesh, accumulation):
+    rows = global_rows(0, 3, 8, cut.count)
+    windows = cut.windows(rows).reshape(accumulation, -1, S + 1)
+    batch = token_batch(cut, rows, BatchLayout(accumulation, *on(mesh)))
     assert {name: array.dtype for name, array in batch.items()} == dict.fromkeys(batch, np.int32)
     assert np.array_equal(batch["tokens"], windows[..., :-1])
     assert np.array_equal(batch["labels"], windows[..., 1:])
     assert np.array_equal(batch["rows"], np.arange(8).reshape(accumulation, -1))
 
 
-def test_batches_lie_where_the_layout_says(tokens):
+def test_batches_lie_where_the_layout_says(cut):
     mesh, layout = on("data=4,replica=2")
-    batch = token_batch(tokens, np.arange(16), S, BatchLayout(2, mesh, layout))
+    batch = token_batch(cut, np.arange(16), BatchLayout(2, mesh, layout))
     for name, array in batch.items():
         assert array.sharding.spec == layout.spec((None, "batch", None)[: array.ndim]), name
         assert {shard.data.shape for shard in array.addressable_shards} == {(2, 1, S)[: array.ndim]}
@@ -133,7 +127,7 @@ def test_ring_attention_gives_each_device_one_chunk_from_both_ends_of_a_row(tmp_
     np.arange(2 * 8 + 1).astype("<u2").tofile(path)
     tokens = replace(Tokens.open(path, "uint16"), end=4 if apart else None)
     mesh, layout = on("data=2,context=2")
-    batch = token_batch(tokens, np.arange(2), 8, BatchLayout(1, mesh, replace(layout, zigzag=True)))
+    batch = token_batch(CutRows(tokens, 8), np.arange(2), BatchLayout(1, mesh, replace(layout, zigzag=True)))
     parts = {shard.device.id: np.asarray(shard.data).ravel().tolist() for shard in batch["tokens"].addressable_shards}
     assert parts == {0: [0, 1, 6, 7], 1: [2, 3, 4, 5], 2: [8, 9, 14, 15], 3: [10, 11, 12, 13]}
     labels = np.asarray(batch["labels"])[0]
@@ -146,9 +140,8 @@ def test_apart_each_document_has_its_start_and_foretells_no_other(tmp_path):
     """A document's last token, its end, has no label, whatever follows; a row's first token starts one."""
     path = tmp_path / "tokens.bin"
     np.array([5, 9, 9, 6, 7, 8, 9, 5, 5, 5, 9, 5, 7], "<u2").tofile(path)
-    batch = token_batch(
-        replace(Tokens.open(path, "uint16"), end=9), np.array([0, 1, 2, -1]), 4, BatchLayout(2, *on("2x1x1"))
-    )
+    tokens = replace(Tokens.open(path, "uint16"), end=9)
+    batch = token_batch(CutRows(tokens, 4), np.array([0, 1, 2, -1]), BatchLayout(2, *on("2x1x1")))
     names = ("tokens", "labels", "starts")
     rows = {name: np.asarray(batch[name]).reshape(4, 4)[:3].tolist() for name in names}
     assert rows["tokens"] == [[5, 9, 9, 6], [7, 8, 9, 5], [5, 5, 9, 5]]
@@ -162,20 +155,19 @@ def test_apart_a_document_may_begin_with_a_token_of_its_own(tmp_path):
     """A token before it has no label, also the last one of a row, and whether or not it is an end."""
     path = tmp_path / "tokens.bin"
     np.array([8, 5, 9, 8, 6, 7, 8, 5, 8, 5, 5, 5, 8], "<u2").tofile(path)
-    batch = token_batch(
-        replace(Tokens.open(path, "uint16"), begin=8, end=9), np.array([0, 1, 2, -1]), 4, BatchLayout(2, *on("2x1x1"))
-    )
+    tokens = replace(Tokens.open(path, "uint16"), begin=8, end=9)
+    batch = token_batch(CutRows(tokens, 4), np.array([0, 1, 2, -1]), BatchLayout(2, *on("2x1x1")))
     rows = {name: np.asarray(batch[name]).reshape(4, 4)[:3].tolist() for name in ("tokens", "labels", "starts")}
     assert rows["tokens"] == [[8, 5, 9, 8], [6, 7, 8, 5], [8, 5, 5, 5]]
     assert rows["labels"] == [[5, 9, -1, 6], [7, -1, 5, -1], [5, 5, 5, -1]]
     assert rows["starts"] == [[0, 0, 0, 3], [0, 0, 2, 2], [0, 0, 0, 0]]
 
 
-def test_a_process_reads_only_its_rows_and_each_once(tokens, monkeypatch):
+def test_a_process_reads_only_its_rows_and_each_once(cut, monkeypatch):
     seen = []
-    window = Tokens.window
-    monkeypatch.setattr(Tokens, "window", lambda self, index, s: seen.extend(index.tolist()) or window(self, index, s))
-    token_batch(tokens, np.arange(8), S, BatchLayout(1, *on("4x1x1")))
+    windows = CutRows.windows
+    monkeypatch.setattr(CutRows, "windows", lambda self, index: seen.extend(index.tolist()) or windows(self, index))
+    token_batch(cut, np.arange(8), BatchLayout(1, *on("4x1x1")))
     assert sorted(seen) == list(range(8))
 
 
@@ -183,16 +175,18 @@ PROCESS = """
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
-from jaxdist.data.batches import BatchLayout, global_rows, token_batch
+from jaxdist.data.batches import BatchLayout, token_batch
+from jaxdist.data.order import global_rows
+from jaxdist.data.rows import CutRows
 from jaxdist.data.tokens import Tokens
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.sharding import Layout
 mesh = make_mesh(parse_mesh(arguments[1]), jax.devices())
 layout = replace(Layout.on(mesh), zigzag=True)
-tokens = Tokens.open(Path(arguments[0]), "uint16")
+rows = CutRows(Tokens.open(Path(arguments[0]), "uint16"), 8)
 found = {}
 for step in range(3):
-    batch = token_batch(tokens, global_rows(0, step, 8, tokens.rows(8)), 8, BatchLayout(2, mesh, layout))
+    batch = token_batch(rows, global_rows(0, step, 8, rows.count), BatchLayout(2, mesh, layout))
     for name, array in batch.items():
         for shard in array.addressable_shards:
             first = [part.start or 0 for part in shard.index]
@@ -202,9 +196,9 @@ tell(found)
 
 
 @pytest.mark.parametrize("mesh", ["data=2,replica=2", pytest.param("context=4", marks=pytest.mark.slow)])
-def test_one_and_two_processes_make_the_same_batches(tokens, mesh):
+def test_one_and_two_processes_make_the_same_batches(cut, mesh):
     """Each process places its own rows, or its own part of each row, whose number both have."""
-    (one,), two = (told(PROCESS, processes, str(tokens.path), mesh, devices=4) for processes in (1, 2))
+    (one,), two = (told(PROCESS, processes, str(cut.tokens.path), mesh, devices=4) for processes in (1, 2))
     assert len(two) == 2
     shared = {name.split("/")[1] for name in two[0].keys() & two[1].keys()}
     assert shared == ({"rows"} if mesh == "context=4" else set())
@@ -214,32 +208,32 @@ def test_one_and_two_processes_make_the_same_batches(tokens, mesh):
 # ---- validation
 
 
-def held_out(tokens, batch, limit, batch_layout):
-    for rows in held_out_rows(tokens.rows(S), batch, limit):
-        yield token_batch(tokens, rows, S, batch_layout)
+def held_out(cut, batch, limit, batch_layout):
+    for rows in held_out_rows(cut.count, batch, limit):
+        yield token_batch(cut, rows, batch_layout)
 
 
 @pytest.mark.parametrize(("batch", "k"), [(4, 1), (8, 2), (12, 1), (20, 5), (24, 1)])
-def test_validation_covers_each_row_once_and_fills_up_with_nothing(tokens, batch, k):
+def test_validation_covers_each_row_once_and_fills_up_with_nothing(cut, batch, k):
     """In k micro-batches, as a pipeline takes them."""
     mesh, layout = on("4x1x1")
-    batches = [jax.tree.map(np.asarray, b) for b in held_out(tokens, batch, 0, BatchLayout(k, mesh, layout))]
+    batches = [jax.tree.map(np.asarray, b) for b in held_out(cut, batch, 0, BatchLayout(k, mesh, layout))]
     assert all(b["tokens"].shape == b["labels"].shape == (k, batch // k, S) for b in batches)
     labels = np.concatenate([b["labels"].reshape(batch, S) for b in batches])
     inputs = np.concatenate([b["tokens"].reshape(batch, S) for b in batches])
-    n = tokens.rows(S)
-    assert np.array_equal(labels[:n], tokens.window(np.arange(n), S)[:, 1:])
-    assert np.array_equal(inputs[:n], tokens.window(np.arange(n), S)[:, :-1])
+    n = cut.count
+    assert np.array_equal(labels[:n], cut.windows(np.arange(n))[:, 1:])
+    assert np.array_equal(inputs[:n], cut.windows(np.arange(n))[:, :-1])
     assert (labels[n:] == IGNORED).all()
     assert (inputs[n:] == 0).all()
     assert len(labels) - n < batch
 
 
-def test_validation_limit_takes_the_first_batches(tokens):
+def test_validation_limit_takes_the_first_batches(cut):
     mesh, layout = on("1x1x1")
-    some = list(held_out(tokens, 4, 2, BatchLayout(1, mesh, layout)))
-    assert np.array_equal(np.concatenate([b["tokens"][0] for b in some]), tokens.window(np.arange(8), S)[:, :-1])
-    assert len(list(held_out(tokens, 4, 99, BatchLayout(1, mesh, layout)))) == 5
+    some = list(held_out(cut, 4, 2, BatchLayout(1, mesh, layout)))
+    assert np.array_equal(np.concatenate([b["tokens"][0] for b in some]), cut.windows(np.arange(8))[:, :-1])
+    assert len(list(held_out(cut, 4, 99, BatchLayout(1, mesh, layout)))) == 5
 
 
 # ---- prefetch
@@ -249,9 +243,9 @@ def running() -> bool:
     return any(thread.name == "jaxdist-prefetch" for thread in threading.enumerate())
 
 
-def test_prefetch_gives_every_step_in_order(tokens):
+def test_prefetch_gives_every_step_in_order(cut):
     mesh, layout = on("4x1x1")
-    make = lambda step: token_batch(tokens, global_rows(0, step, 8, tokens.rows(S)), S, BatchLayout(1, mesh, layout))
+    make = lambda step: token_batch(cut, global_rows(0, step, 8, cut.count), BatchLayout(1, mesh, layout))
     with Prefetch(make, 3, 9, 2) as batches:
         found = list(batches)
     assert len(found) == 6

@@ -16,8 +16,8 @@ from jaxdist.files import caches
 from tests.data.files import POEM, VOCAB, S, ids, lines, open_, save_tokenizer
 
 
-def decode(corpus, tokens):
-    return Tokenizer.from_str(corpus.tokenizer).decode(tokens.ids.tolist(), skip_special_tokens=False)
+def decode(corpus, rows):
+    return Tokenizer.from_str(corpus.tokenizer).decode(rows.tokens.ids.tolist(), skip_special_tokens=False)
 
 
 # ---- what comes out
@@ -30,9 +30,9 @@ def test_plain_text_round_trips_losslessly(write):
         POEM.replace("line 7:", "line 7:\r\n\r").splitlines()
     )
     assert (train + held_out).count(ENDS[0]) == 1  # blocks of one text are not documents
-    assert 0.05 < corpus.validation.length / corpus.train.length < 0.2
+    assert 0.05 < corpus.validation.tokens.length / corpus.train.tokens.length < 0.2
     assert Tokenizer.from_str(corpus.tokenizer).get_vocab_size() == VOCAB
-    assert corpus.train.largest() < VOCAB
+    assert corpus.train.tokens.largest() < VOCAB
     assert "poem.txt" in corpus.source
     assert "BPE of 300 entries" in corpus.source
     assert "\n" not in corpus.source
@@ -55,9 +55,9 @@ def test_apart_the_tokens_tell_where_documents_end(write, tmp_path, ends):
     if ends:
         knobs |= dict(tokenizer=save_tokenizer(tmp_path / "t.json", end=ends), vocab=VOCAB + 1)
     joined, apart = (open_(apart=apart, **knobs) for apart in (False, True))
-    assert joined.train.end is joined.validation.end is None
-    assert apart.train.end == apart.validation.end == (VOCAB if ends else 0)
-    assert np.array_equal(apart.train.ids, joined.train.ids)
+    assert joined.train.tokens.end is joined.validation.tokens.end is None
+    assert apart.train.tokens.end == apart.validation.tokens.end == (VOCAB if ends else 0)
+    assert np.array_equal(apart.train.tokens.ids, joined.train.tokens.ids)
     assert apart.fingerprint == joined.fingerprint
     assert apart.source == f"{joined.source}; documents apart"
 
@@ -89,12 +89,15 @@ def test_a_validation_path_is_held_out_whole(write):
 def test_token_files_are_used_in_place(write, cache):
     path = write("a.bin", ids(*range(100)))
     corpus = open_(path=path, validation_fraction=0.2)
-    assert (corpus.train.ids.tolist(), corpus.validation.ids.tolist()) == (list(range(80)), list(range(80, 100)))
-    assert corpus.train.path == corpus.validation.path == path
+    assert (corpus.train.tokens.ids.tolist(), corpus.validation.tokens.ids.tolist()) == (
+        list(range(80)),
+        list(range(80, 100)),
+    )
+    assert corpus.train.tokens.path == corpus.validation.tokens.path == path
     assert corpus.tokenizer is None
     assert not cache.exists()
     other = open_(path=path, validation_path=write("b.bin", ids(*range(50))))
-    assert (other.train.length, other.validation.length) == (100, 50)
+    assert (other.train.tokens.length, other.validation.tokens.length) == (100, 50)
 
 
 def test_the_library_is_its_source_files_without_tests(tmp_path, monkeypatch):
@@ -113,17 +116,17 @@ def test_the_library_is_its_source_files_without_tests(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_default_corpus_is_large_enough_for_the_quickstart():
     corpus = open_corpus(DataConfig(), 2048, 256)
-    assert corpus.train.rows(256) > 160 * 16  # no row is seen twice
-    assert corpus.validation.rows(256) > 8 * 16
+    assert corpus.train.count > 160 * 16  # no row is seen twice
+    assert corpus.validation.count > 8 * 16
     assert 4 < corpus.validation.unigram_entropy() < 7
     assert open_corpus(DataConfig(), 2048, 256) == corpus
 
 
 def test_large_vocabularies_are_uint32_and_a_short_text_says_so(write):
     corpus = open_(vocab=70_000, path=write("a.txt", POEM))
-    assert (corpus.train.dtype, corpus.validation.dtype) == ("uint32", "uint32")
+    assert (corpus.train.tokens.dtype, corpus.validation.tokens.dtype) == ("uint32", "uint32")
     assert "too little text for 70000" in corpus.source
-    assert open_(vocab=1 << 16, path=write("a.txt", POEM)).train.dtype == "uint16"
+    assert open_(vocab=1 << 16, path=write("a.txt", POEM)).train.tokens.dtype == "uint16"
 
 
 def test_blocks_are_cut_at_line_ends_or_between_characters(write):
@@ -153,12 +156,12 @@ def test_a_given_tokenizer_is_used_untruncated_and_kept_as_it_is(write, tmp_path
     path = save_tokenizer(tmp_path / "t.json")
     text = write("a.jsonl", lines(*[" ".join(f"w{i}" for i in range(20))] * 4))
     corpus = open_(path=text, tokenizer=path, validation_fraction=0.5)
-    assert corpus.train.ids.tolist() == [*range(20)] * 2
+    assert corpus.train.tokens.ids.tolist() == [*range(20)] * 2
     assert corpus.tokenizer == path.read_text()
     assert "without an end-of-text token" in corpus.source
     save_tokenizer(path, VOCAB - 1, end="</s>")
     other = open_(path=text, tokenizer=path, validation_fraction=0.5)
-    assert other.train.ids.tolist() == [*range(20), VOCAB - 1] * 2
+    assert other.train.tokens.ids.tolist() == [*range(20), VOCAB - 1] * 2
     assert other.fingerprint != corpus.fingerprint
 
 
@@ -205,18 +208,18 @@ def test_training_a_tokenizer_is_deterministic(write, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "other"))
     second = open_(path=path)
     assert (second.tokenizer, second.fingerprint) == (first.tokenizer, first.fingerprint)
-    assert second.train.path != first.train.path
-    assert np.array_equal(second.train.ids, first.train.ids)
+    assert second.train.tokens.path != first.train.tokens.path
+    assert np.array_equal(second.train.tokens.ids, first.train.tokens.ids)
 
 
 def test_files_of_the_cache_that_were_cut_are_made_again(write, cache):
     path = write("a.txt", POEM)
     first = open_(path=path)
-    whole = first.train.path.read_bytes()
+    whole = first.train.tokens.path.read_bytes()
     for name in ("train.bin", "about.json"):
-        (first.train.path.parent / name).write_bytes(b"{}")
-        assert open_(path=path).train.path.read_bytes() == whole
-    assert [folder.name for folder in cache.iterdir()] == [first.train.path.parent.name]
+        (first.train.tokens.path.parent / name).write_bytes(b"{}")
+        assert open_(path=path).train.tokens.path.read_bytes() == whole
+    assert [folder.name for folder in cache.iterdir()] == [first.train.tokens.path.parent.name]
 
 
 def test_whoever_comes_second_uses_what_is_there(write, cache, monkeypatch):
@@ -304,7 +307,7 @@ def test_json_lines_are_recognised_by_these_names(write, name):
     """Also where files with a byte-order mark were joined, and where a line has a number that Python refuses."""
     text = lines(*JSON_LINES[:10]) + "\ufeff" + lines(*JSON_LINES[10:]).replace("}", ', "id": ' + "9" * 5000 + "}", 1)
     found = open_(path=write(name, text))
-    assert found.train.ids.tolist() == open_(path=write("b.jsonl", lines(*JSON_LINES))).train.ids.tolist()
+    assert found.train.tokens.ids.tolist() == open_(path=write("b.jsonl", lines(*JSON_LINES))).train.tokens.ids.tolist()
     assert "20 documents" in found.source
     assert found.changed == (name not in ("a.jsonl", "a.JSONL"))
 
@@ -321,5 +324,8 @@ def test_a_run_that_read_json_lines_as_text_goes_on_so(write):
     as_text = write("a.txt", lines(*JSON_LINES * 9))
     before = open_(path=as_text)
     found = open_(path=path, begun=before.fingerprint)
-    assert (found.fingerprint, found.train.ids.tolist()) == (before.fingerprint, before.train.ids.tolist())
+    assert (found.fingerprint, found.train.tokens.ids.tolist()) == (
+        before.fingerprint,
+        before.train.tokens.ids.tolist(),
+    )
     assert open_(path=path).fingerprint != before.fingerprint

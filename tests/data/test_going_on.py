@@ -33,7 +33,7 @@ def killed(write, cache, tmp_path, monkeypatch):
     """A text whose tokenizing was killed; what is left in the cache; and the files of one who was not killed."""
     path = write("a.jsonl", lines(*(f"text {i} of " + "abc " * (i % 40) for i in range(400))))
     straight = open_(path=path, validation_fraction=0.25)
-    files = {file.name: file.read_bytes() for file in straight.train.path.parent.iterdir()}
+    files = {file.name: file.read_bytes() for file in straight.train.tokens.path.parent.iterdir()}
     own = tmp_path / "own"
     monkeypatch.setenv("JAXDIST_CACHE", str(own))
     done = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False, timeout=120)
@@ -47,7 +47,7 @@ def again(path, monkeypatch):
     written, seen = TokenWriter.write, []
     monkeypatch.setattr(TokenWriter, "write", lambda writer, ids: (seen.append(1), written(writer, ids)))
     corpus = open_(path=path, validation_fraction=0.25)
-    folder = corpus.train.path.parent
+    folder = corpus.train.tokens.path.parent
     assert [one.name for one in folder.parent.iterdir()] == [folder.name]  # nothing else is left
     return {file.name: file.read_bytes() for file in folder.iterdir()}, len(seen)
 
@@ -100,7 +100,7 @@ def test_another_text_leaves_alone_what_can_be_gone_on_with(killed, monkeypatch)
     path, left, _ = killed
     open_cache(left.parent / ("ab" * 32), lambda new: {"documents": 1})
     assert left.exists()
-    assert open_(path=path, validation_fraction=0.25).train.length
+    assert open_(path=path, validation_fraction=0.25).train.tokens.length
     assert not left.exists()
 
 

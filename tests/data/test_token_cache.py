@@ -76,7 +76,7 @@ def made(write):
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_damaged_is_named_and_made_again(made, cache, capfd, name, damage):
     path, first = made
-    folder = first.train.path.parent
+    folder = first.train.tokens.path.parent
     whole = {file: (folder / file).read_bytes() for file in FILES}
     damage(folder / name)
     again = open_(path=path, validation_fraction=0.25)
@@ -93,7 +93,7 @@ def test_what_is_damaged_is_named_and_made_again(made, cache, capfd, name, damag
 
 
 def test_every_flipped_byte_is_found(made):
-    folder = made[1].train.path.parent
+    folder = made[1].train.tokens.path.parent
     facts = check(folder)
     assert facts == {"documents": 20, "own": 0}
     for name in FILES:
@@ -110,7 +110,7 @@ def test_every_flipped_byte_is_found(made):
 @pytest.mark.parametrize("planted", ["file", "empty folder", "link to a folder", "link to nothing", "pipe"])
 def test_what_stands_in_place_of_the_folder_goes_and_no_link_is_followed(made, cache, tmp_path, planted):
     path, first = made
-    folder, outside = first.train.path.parent, tmp_path / "outside"
+    folder, outside = first.train.tokens.path.parent, tmp_path / "outside"
     folder.rename(tmp_path / "away")
     outside.mkdir()
     (outside / "train.bin").write_bytes(b"kept")
@@ -124,7 +124,7 @@ def test_what_stands_in_place_of_the_folder_goes_and_no_link_is_followed(made, c
         folder.symlink_to(outside if planted == "link to a folder" else tmp_path / "nothing")
     again = open_(path=path, validation_fraction=0.25)
     assert again == first
-    assert np.array_equal(again.train.ids, first.train.ids)
+    assert np.array_equal(again.train.tokens.ids, first.train.tokens.ids)
     assert not folder.is_symlink()
     assert os.listdir(cache) == [folder.name]
     assert {file.name: file.read_bytes() for file in outside.iterdir()} == {"train.bin": b"kept"}
@@ -290,7 +290,7 @@ def test_what_is_whole_is_opened_where_nothing_can_be_written(made, monkeypatch)
     for name in ("_publish", "write_whole", "_remove"):
         monkeypatch.setattr(token_cache, name, refused)
     monkeypatch.setattr(token_cache.tempfile, "TemporaryFile", refused)
-    leave(first.train.path.parent.parent)
+    leave(first.train.tokens.path.parent.parent)
     assert open_(path=path, validation_fraction=0.25) == first
 
 

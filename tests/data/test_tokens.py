@@ -16,33 +16,11 @@ def write(path, ids, dtype="uint16"):
     return Tokens.open(path, dtype)
 
 
-def test_windows_share_one_token_so_that_each_is_predicted_once(tmp_path):
-    tokens = write(tmp_path / "a.bin", np.arange(14))
-    assert tokens.rows(4) == 3
-    windows = tokens.window(np.array([2, 0]), 4)
-    assert windows.dtype == np.int32
-    assert windows.tolist() == [[8, 9, 10, 11, 12], [0, 1, 2, 3, 4]]
-    predicted = tokens.window(np.arange(3), 4)[:, 1:].ravel()
-    assert predicted.tolist() == list(range(1, 13))
-
-
-@pytest.mark.parametrize(("length", "rows"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
-def test_rows_need_the_token_after_them(tmp_path, length, rows):
-    assert write(tmp_path / "a.bin", np.zeros(length, int)).rows(4) == rows
-
-
-def test_a_row_outside_is_caught_not_cut_short(tmp_path):
-    tokens = write(tmp_path / "a.bin", np.arange(9))
-    for index in ([2], [-1]):
-        with pytest.raises(AssertionError, match="row outside"):
-            tokens.window(np.array(index), 4)
-
-
 def test_parts_are_views_of_the_same_file(tmp_path):
     tokens = write(tmp_path / "a.bin", np.arange(100))
     tail = tokens.part(60, 100).part(10, 40)
     assert (tail.path, tail.length, tail.start) == (tokens.path, 30, 70)
-    assert tail.window(np.array([1]), 5).tolist() == [[75, 76, 77, 78, 79, 80]]
+    assert tail.read(5, 9).tolist() == [75, 76, 77, 78]
     assert tail.largest() == 99
 
 
@@ -53,7 +31,7 @@ def test_largest_and_entropy_do_not_depend_on_chunks(tmp_path, monkeypatch, chun
     assert tokens.largest() == 9
     assert tokens.unigram_entropy() == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(4) + 2 / 8 * math.log(8))
     empty = tokens.part(3, 3)
-    assert (empty.largest(), empty.unigram_entropy(), empty.rows(1)) == (-1, 0.0, 0)
+    assert (empty.largest(), empty.unigram_entropy()) == (-1, 0.0)
 
 
 def test_writer_streams_and_guards_the_type(tmp_path):
@@ -66,14 +44,14 @@ def test_writer_streams_and_guards_the_type(tmp_path):
         writer.write(np.array([65_536]))
 
 
-@pytest.mark.parametrize("part", ["window", "largest", "unigram_entropy", "several_documents", "ids"])
+@pytest.mark.parametrize("part", ["read", "largest", "unigram_entropy", "several_documents", "ids"])
 def test_a_file_that_is_cut_while_it_is_read_is_a_sentence(tmp_path, part):
     """And no SIGBUS, as of a file that is mapped."""
     tokens = write(tmp_path / "a.bin", np.arange(100_000) % 100)
-    tokens.window(np.array([0]), 16)
+    tokens.read(0, 16)
     os.truncate(tmp_path / "a.bin", 50_000)
     reads = {
-        "window": lambda: tokens.window(np.array([3000]), 16),
+        "read": lambda: tokens.read(48_000, 48_017),
         "largest": tokens.largest,
         "unigram_entropy": tokens.unigram_entropy,
         "several_documents": replace(tokens, end=100).several_documents,

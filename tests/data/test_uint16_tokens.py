@@ -45,7 +45,7 @@ def test_uint16_of_any_vocabulary_is_opened(write):
     for vocab in (96, 50_304):
         content = tokens(4000, vocab)
         corpus = open_(vocab=vocab, path=write("a.bin", content.astype("<u2").tobytes()))
-        assert [*corpus.train.ids, *corpus.validation.ids] == content.tolist()
+        assert [*corpus.train.tokens.ids, *corpus.validation.tokens.ids] == content.tolist()
 
 
 def test_a_few_values_are_no_pattern(write):
@@ -92,13 +92,13 @@ def test_only_the_first_values_are_looked_at_for_it(write):
 
 def test_a_vocabulary_that_uint16_cannot_hold_needs_its_tokenizer(write, tmp_path):
     path = write("a.bin", ids(*range(4000)))
-    assert open_(vocab=65_536, path=path).train.length == 3800
+    assert open_(vocab=65_536, path=path).train.tokens.length == 3800
     with pytest.raises(RequestError) as raised:
         open_(vocab=65_537, path=path)
     for sentence in ("below 65536", "model.vocab is 65537", "to at most 65536", "data.tokenizer of at most 65536"):
         assert sentence in str(raised.value)
     small = save_tokenizer(tmp_path / "small.json", 65_536)
-    assert open_(vocab=65_537, path=path, tokenizer=small).train.length == 3800
+    assert open_(vocab=65_537, path=path, tokenizer=small).train.tokens.length == 3800
     large = save_tokenizer(tmp_path / "large.json", 65_537)
     with pytest.raises(RequestError, match=r"model.vocab is 65537 and data.tokenizer has 65537 entries"):
         open_(vocab=65_537, path=path, tokenizer=large)

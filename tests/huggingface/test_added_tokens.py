@@ -150,7 +150,7 @@ def test_a_run_that_began_without_these_tokens_goes_on_without_them(folder, tmp_
     before = open_(**knobs, begun=begun)
     assert (before.fingerprint, before.tokenizer) == (begun, bare)
     assert now.fingerprint != begun
-    assert max(before.train.ids) < 320 <= max(now.train.ids)
+    assert max(before.train.tokens.ids) < 320 <= max(now.train.tokens.ids)
     assert open_(**knobs, begun="other") == now
 
 

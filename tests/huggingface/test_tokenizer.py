@@ -129,7 +129,7 @@ def test_a_token_that_both_begins_and_ends_documents_stands_once(folder, tmp_pat
     config = {"bos_token": "</s>", "eos_token": "</s>", "add_bos_token": True}
     path = folder(tokenizer_config=config)
     assert read_tokenizer(path).special == SpecialTokens(EOS, None, (EOS,))
-    assert documents(tmp_path, path).train.ids.tolist() == expected(0, [EOS], [])
+    assert documents(tmp_path, path).train.tokens.ids.tolist() == expected(0, [EOS], [])
 
 
 def test_the_file_alone_gives_no_bos(folder):
@@ -200,8 +200,8 @@ def test_documents_stand_between_bos_and_eos(folder, tmp_path, add_bos):
     config = {"bos_token": "<s>", "eos_token": "<|turn|>", "add_bos_token": add_bos}
     corpus = documents(tmp_path, folder(tokenizer_config=config))
     bos = [BOS] if add_bos else []
-    assert corpus.train.ids.tolist() == expected(0, bos, [TURN])
-    assert corpus.validation.ids.tolist() == expected(1, bos, [TURN])
+    assert corpus.train.tokens.ids.tolist() == expected(0, bos, [TURN])
+    assert corpus.validation.tokens.ids.tolist() == expected(1, bos, [TURN])
     assert ("(<s> before each document)" in corpus.source) == add_bos
 
 
@@ -209,9 +209,9 @@ def test_bos_stands_once_before_a_text_in_blocks(folder, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("\n".join(TEXTS * 40))
     corpus = open_(path=path, tokenizer=folder("<s> $A"), vocab=32)
-    ids = np.concatenate([corpus.train.ids, corpus.validation.ids])
+    ids = np.concatenate([corpus.train.tokens.ids, corpus.validation.tokens.ids])
     assert (ids == BOS).sum() == (ids == EOS).sum() == 1
-    assert corpus.train.ids[0] == BOS
+    assert corpus.train.tokens.ids[0] == BOS
 
 
 def test_other_special_tokens_are_other_data(folder, tmp_path):
@@ -220,7 +220,7 @@ def test_other_special_tokens_are_other_data(folder, tmp_path):
         for add, name in ((True, "<s>"), (False, "<s>"), (True, "<|turn|>"))
     )
     assert len({with_bos.fingerprint, without.fingerprint, later.fingerprint}) == 3
-    assert len({with_bos.train.path, without.train.path, later.train.path}) == 3
+    assert len({with_bos.train.tokens.path, without.train.tokens.path, later.train.tokens.path}) == 3
 
 
 def test_a_folder_that_adds_nothing_is_the_data_of_its_file(folder, tmp_path):
@@ -236,7 +236,7 @@ def test_a_folder_that_adds_nothing_is_the_data_of_its_file(folder, tmp_path):
 def test_documents_apart_are_told_by_either_token(folder, tmp_path, template, config):
     path = folder(template, tokenizer_config=config)
     special = read_tokenizer(path).special
-    tokens = documents(tmp_path, path, apart=True).train
+    tokens = documents(tmp_path, path, apart=True).train.tokens
     assert (tokens.begin, tokens.end) == (special.bos, special.eos)
     assert tokens.apart
 
@@ -263,7 +263,7 @@ def test_a_delimiter_that_a_text_has_itself_stands_once(folder, tmp_path):
     expected = [token for ids in own for token in (BOS, *ids, EOS)]
 
     data = open_(path=path, validation_path=write_texts(tmp_path), tokenizer=source, vocab=32, sequence=4)
-    assert data.train.ids.tolist() == expected
+    assert data.train.tokens.ids.tolist() == expected
     assert data.source.endswith("; 5 documents have their own <s> or </s>, which is not put there again")
 
     file = open_held_out(path, given, 32)
@@ -289,7 +289,7 @@ def test_a_delimiter_in_the_last_block_of_a_text_stands_once(folder, tmp_path, e
     path = tmp_path / "text.txt"
     path.write_text("\n".join(TEXTS * 40) + (" </s>" if ends else ""))
     found = open_(path=path, tokenizer=folder("<s> $A"), vocab=32)
-    ids = np.concatenate([found.train.ids, found.validation.ids])
+    ids = np.concatenate([found.train.tokens.ids, found.validation.tokens.ids])
     assert (ids == BOS).sum() == (ids == EOS).sum() == 1
     assert found.changed == (ends is not None)
 
@@ -305,7 +305,7 @@ def test_a_run_that_began_with_two_delimiters_goes_on_with_two(folder, tmp_path)
     begun = digest(content, (source / "tokenizer.json").read_text(), BOS, EOS)
     twice = open_(**knobs, begun=begun)
     assert twice.fingerprint == begun != once.fingerprint
-    assert twice.train.ids[:6].tolist() == [BOS, *once.train.ids[:5]]
+    assert twice.train.tokens.ids[:6].tolist() == [BOS, *once.train.tokens.ids[:5]]
     assert twice.source.endswith("(as an earlier jaxdist read it, with which the run began)")
     assert open_(**knobs, begun=once.fingerprint) == open_(**knobs, begun="other") == once
 

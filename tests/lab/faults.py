@@ -15,8 +15,9 @@ from jax import P
 from jax.sharding import reshard
 
 from jaxdist import sharding
-from jaxdist.data import batches
-from jaxdist.data.tokens import Tokens
+from jaxdist.data import order
+from jaxdist.data import rows as data_rows
+from jaxdist.data.rows import CutRows
 from jaxdist.lab import ring
 from jaxdist.lab.checks import memory, traffic
 from jaxdist.lab.slow_networks import replicas, server, top_k
@@ -28,7 +29,7 @@ from jaxdist.parallel.experts import Rounds
 from jaxdist.parallel.pipeline import schedules
 from jaxdist.parallel.placement import Placement
 from jaxdist.planning import pipelines
-from jaxdist.training import run
+from jaxdist.training import run, task
 from jaxdist.training.forward.decoder import DecoderForward
 
 CACHES = (memory.states, traffic.elements, schedules.make, server.run, ring.sent)
@@ -38,19 +39,19 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def every_row_is_row_0(patch: pytest.MonkeyPatch) -> None:
-    window = Tokens.window
-    patch.setattr(Tokens, "window", lambda self, index, sequence: window(self, np.zeros_like(index), sequence))
+    windows = CutRows.windows
+    patch.setattr(CutRows, "windows", lambda self, numbers: windows(self, np.zeros_like(numbers)))
 
 
 def labels_are_the_tokens_themselves(patch: pytest.MonkeyPatch) -> None:
-    window = Tokens.window
+    windows = CutRows.windows
 
-    def repeated(self: Tokens, index: np.ndarray, sequence: int) -> np.ndarray:
-        rows = window(self, index, sequence)
+    def repeated(self: CutRows, numbers: np.ndarray) -> np.ndarray:
+        rows = windows(self, numbers)
         rows[:, 1:] = rows[:, :-1].copy()
         return rows
 
-    patch.setattr(Tokens, "window", repeated)
+    patch.setattr(CutRows, "windows", repeated)
 
 
 def every_device_has_all_rows(patch: pytest.MonkeyPatch) -> None:
@@ -59,22 +60,22 @@ def every_device_has_all_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_epoch_has_the_order_of_the_first(patch: pytest.MonkeyPatch) -> None:
-    keys = batches._round_keys
-    patch.setattr(batches, "_round_keys", lambda seed, epoch: keys(seed, 0))
+    keys = order._round_keys
+    patch.setattr(order, "_round_keys", lambda seed, epoch: keys(seed, 0))
 
 
 def every_seed_has_the_same_order(patch: pytest.MonkeyPatch) -> None:
-    keys = batches._round_keys
-    patch.setattr(batches, "_round_keys", lambda seed, epoch: keys(0, epoch))
+    keys = order._round_keys
+    patch.setattr(order, "_round_keys", lambda seed, epoch: keys(0, epoch))
 
 
 def the_last_partial_batch_is_dropped(patch: pytest.MonkeyPatch) -> None:
-    held_out_rows = batches.held_out_rows
-    patch.setattr(batches, "held_out_rows", lambda n, batch, limit: held_out_rows(n - n % batch, batch, limit))
+    held_out_rows = task.held_out_rows
+    patch.setattr(task, "held_out_rows", lambda n, batch, limit: held_out_rows(n - n % batch, batch, limit))
 
 
 def padding_counts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(batches, "IGNORED", 0)
+    patch.setattr(data_rows, "IGNORED", 0)
 
 
 def the_optimizer_is_replicated(patch: pytest.MonkeyPatch) -> None:

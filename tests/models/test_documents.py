@@ -11,8 +11,9 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import ModelConfig
-from jaxdist.data.batches import IGNORED, BatchLayout, token_batch
-from jaxdist.data.tokens import Tokens, TokenWriter
+from jaxdist.data.batches import BatchLayout, token_batch
+from jaxdist.data.rows import CutRows
+from jaxdist.data.tokens import IGNORED, Tokens, TokenWriter
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.inputs import BlockInputs
@@ -101,13 +102,13 @@ def tokens(tmp_path_factory) -> Tokens:
 
 def packed(tokens: Tokens, layout: Layout) -> dict:
     mesh = make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
-    return token_batch(tokens, np.arange(4), S, BatchLayout(1, mesh, layout))
+    return token_batch(CutRows(tokens, S), np.arange(4), BatchLayout(1, mesh, layout))
 
 
 def by_themselves(tokens: Tokens) -> dict:
     """Each document of each row as a row of its own, filled up with tokens that no label looks at."""
     inputs, labels = [], []
-    for row in tokens.window(np.arange(4), S).tolist():
+    for row in CutRows(tokens, S).windows(np.arange(4)).tolist():
         ends = [i + 1 for i, token in enumerate(row[:-1]) if token == END]
         for first, end in itertools.pairwise([0, *ends, *([S] if S not in ends else [])]):
             ids, after = row[first:end], row[first + 1 : end + 1]

@@ -94,7 +94,7 @@ def test_validation_is_that_of_one_device(text):
         with jax.set_mesh(run.mesh):
             state = run.engine.init()
             found.append([run.validate(state.params, state.variables, count)["loss"] for count in (batches, 0)])
-    assert run.task.data.validation.rows(16) == 24
+    assert run.task.data.validation.count == 24
     assert abs(found[0][0] - found[0][1]) > 1e-4
     assert found[1] == pytest.approx(found[0], rel=1e-6)
 

@@ -327,7 +327,7 @@ def test_an_id_of_wandb_that_is_none_is_made_anew_and_the_runs_own_stays(tmp_pat
 def test_epochs_count_rows(request_of, tmp_path):
     argv = [option for option in request_of("epochs", "--train.epochs=0.5") if "train.steps" not in option]
     assert train.main(argv) == 0
-    rows = open_corpus(load(str(tmp_path / "epochs" / "config.toml"), {}).data, 300, 16).train.rows(16)
+    rows = open_corpus(load(str(tmp_path / "epochs" / "config.toml"), {}).data, 300, 16).train.count
     assert lines(tmp_path / "epochs")[-1]["step"] == math.ceil(rows / 2 / 8)
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxdist.config import Config, DataConfig, ModelConfig, TrainConfig
-from jaxdist.data.batches import Batch, global_rows
+from jaxdist.data.batches import Batch
+from jaxdist.data.order import global_rows
 from jaxdist.data.tokens import TokenWriter
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
