@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,36 +16,55 @@ Body = Callable[[Any, Any], tuple[Any, Any]]
 """(carry, what belongs to a layer) -> (carry, result), as `lax.scan` calls it."""
 
 
-def scan(bodies: Sequence[Body], carry: Any, layers: Tree, unroll: bool = False) -> tuple[Any, Tree]:
+def scan(
+    bodies: Sequence[Body], carry: Any, layers: Tree, unroll: bool = False, reverse: bool = False
+) -> tuple[Any, Tree]:
     """Return (the carry after all layers, the results [L, ...] of the layers), where `layers` are [L, ...] each.
 
-    Layer i runs `bodies[i % period]`; there are as many bodies as a period has layers.
+    Layer i runs `bodies[i % period]`; there are as many bodies as a period has layers. In `reverse`, the last layer
+    comes first.
     """
     period = len(bodies)
     if period == 1:
-        return lax.scan(bodies[0], carry, layers, unroll=unroll)
+        return lax.scan(bodies[0], carry, layers, unroll=unroll, reverse=reverse)
     count = jax.tree.leaves(layers)[0].shape[0]
     whole = count - count % period
 
     def one_period(carry: Any, layers: Tree) -> tuple[Any, Tree]:
-        return _one_after_the_other(bodies, carry, layers)
+        return _one_after_the_other(bodies, carry, layers, reverse)
 
-    found = []
-    if whole:
+    def whole_periods(carry: Any) -> tuple[Any, Tree]:
         periods = jax.tree.map(lambda a: a[:whole].reshape(-1, period, *a.shape[1:]), layers)
-        carry, of_periods = lax.scan(one_period, carry, periods, unroll=unroll)
-        found.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), of_periods))
+        carry, found = lax.scan(one_period, carry, periods, unroll=unroll, reverse=reverse)
+        return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)
+
+    def rest(carry: Any) -> tuple[Any, Tree]:
+        of_rest = jax.tree.map(lambda a: a[whole:], layers)
+        return _one_after_the_other(bodies[: count - whole], carry, of_rest, reverse)
+
+    parts = []
+    if whole:
+        parts.append(whole_periods)
     if whole < count:
-        rest = jax.tree.map(lambda a: a[whole:], layers)
-        carry, of_rest = _one_after_the_other(bodies[: count - whole], carry, rest)
-        found.append(of_rest)
+        parts.append(rest)
+    carry, found = _in_turn(parts, carry, reverse)
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
-def _one_after_the_other(bodies: Sequence[Body], carry: Any, layers: Tree) -> tuple[Any, Tree]:
+def _one_after_the_other(bodies: Sequence[Body], carry: Any, layers: Tree, reverse: bool) -> tuple[Any, Tree]:
     """Run one layer of each body."""
-    found = []
-    for i, body in enumerate(bodies):
-        carry, result = body(carry, jax.tree.map(lambda a, i=i: a[i], layers))
-        found.append(result)
+
+    def of_layer(i: int, body: Body, carry: Any) -> tuple[Any, Any]:
+        return body(carry, jax.tree.map(lambda a: a[i], layers))
+
+    carry, found = _in_turn([partial(of_layer, i, body) for i, body in enumerate(bodies)], carry, reverse)
     return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+
+
+def _in_turn(runs: Sequence[Callable[[Any], tuple[Any, Tree]]], carry: Any, reverse: bool) -> tuple[Any, list[Tree]]:
+    """Run each of `runs`, in `reverse` the last one first; return (the carry, the results in the order of `runs`)."""
+    found = []
+    for run in reversed(runs) if reverse else runs:
+        carry, result = run(carry)
+        found.append(result)
+    return carry, found[::-1] if reverse else found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region, zero
-from jaxdist.parallel.pipeline.layers import Layers
+from jaxdist.parallel.pipeline.layers import Layer, Layers
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.placement import Placements
 from jaxdist.sharding import BATCH, RESIDUAL, SEQUENCE, Layout, Tree
@@ -29,8 +29,8 @@ class Program:
 
     embed: Callable[[Tree, Tree], Float[Array, "..."]]
     """(tops, part) -> the residual stream."""
-    layer: Callable[[Tree, Float[Array, "..."], Tree, Array], tuple[Float[Array, "..."], Tree]]
-    """(weights of a layer, residual stream, part, number of the layer) -> (residual stream, aux).
+    layers: Sequence[Layer]
+    """A layer of each kind in a period.
 
     Aux are sums over tokens, which the pipeline adds up over micro-batches, and over devices."""
     loss: Callable[[Tree, Float[Array, "..."], Tree], Float[Array, ""]]
@@ -53,7 +53,7 @@ class Device:
         self.block_places = places[BLOCKS]
         # Parameters of layers are [v, S, depth, ...]: without these three dims they are one layer's.
         places_of_layer = jax.tree.map(lambda p: p.layer.layer.layer, self.block_places)
-        self.layers = Layers(program.layer, stages, places_of_layer, stage)
+        self.layers = Layers(program.layers, stages, places_of_layer, stage)
         self.onward = region.to_next(stages.ranks)
         """(source, target) ranks of the messages of the forward pass."""
         if stages.virtual == 1:

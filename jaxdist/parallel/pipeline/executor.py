@@ -37,7 +37,7 @@ from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region, zero
 from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.device import Device, Program, batch_specs, get, own, put
-from jaxdist.parallel.pipeline.layers import Backward, Ring, Slot, Unit
+from jaxdist.parallel.pipeline.layers import Backward, Rings, Slot, Unit
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import Rows, Table
 from jaxdist.parallel.placement import Placements, differentiated
@@ -322,7 +322,7 @@ class Region(Device):
                 rings = self.layers_backward.again(unit, region.after(get(*kept), *before))
             return self.layers_backward.backward(unit, dy, *rings, sums, row.B.on)
 
-        def half(stash: Ring, dy: jax.Array) -> tuple[Ring, jax.Array]:
+        def half(stash: Rings, dy: jax.Array) -> tuple[Rings, jax.Array]:
             return self.layers_backward.of_input(unit, dy, *kept, stash, row.B.wst)
 
         dy = get(carry["cots"], region.after(row.B.cot, *before))

@@ -1,4 +1,4 @@
-"""The layers of a chunk, forward and backward, one `scan` over them each.
+"""The layers of a chunk, forward and backward, one `scan` over them each, or over the periods in which kinds repeat.
 
 In the forward pass, a layer keeps what its `jax.vjp` holds on to, except for what is available again in the backward
 pass: its weights and the micro-batch. Where a schedule splits the backward pass, B replaces what was kept by a stash
@@ -6,11 +6,12 @@ for W (see `split`). At ZeRO 3 a weight in use is not available again at W: what
 scale, is stashed like any value, so that W gathers nothing.
 
 Which of its arrays a layer keeps, how its pullback is put together again, and where its backward pass is cut: all that
-is found once, by tracing a layer on shapes alone (`Backward.of`). It holds for every layer and micro-batch, as all
-layers have the same shapes and run the same function.
+is found once for each kind of layer, by tracing one on shapes alone (`Backward.of`). It holds for every layer of the
+kind and every micro-batch, as these layers have the same shapes and run the same function.
 
-What is kept and stashed lies in rings, [slots, depth, ...], with one slot for each micro-batch in flight. Each layer
-reads and writes its own place in them, so that nothing of the size of a slot is made on the way.
+What is kept and stashed lies in rings, with one slot for each micro-batch in flight; a kind has rings of its own, as
+deep as a chunk has layers of it. Each layer reads and writes its own place in them, so that nothing of the size of a
+slot is made on the way.
 """
 
 from __future__ import annotations
@@ -26,21 +27,24 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.mesh import PIPELINE
-from jaxdist.parallel import region, zero
+from jaxdist.parallel import periods, region, zero
 from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.split import Halves, halves
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.placement import differentiated
 from jaxdist.sharding import Tree, wide
 
-Ring = list[Array]
-"""Each [slots, depth, ...]."""
+Rings = list[list[Array]]
+"""For each kind of layer in a period, arrays [slots, places of this kind, ...]."""
 Slot = jax.Array | int
 Shapes = Sequence[jax.ShapeDtypeStruct]
 About = TypeVar("About")
 
 Available = tuple[Tree, Tree, Array]
 """(weights, micro-batch, number) of a layer: what its backward pass has again without keeping it."""
+
+Layer = Callable[[Tree, Float[Array, "..."], Tree, Array], tuple[Float[Array, "..."], Tree]]
+"""(weights of a layer, residual stream, micro-batch, number of the layer) -> (residual stream, aux)."""
 
 Numbered = tuple[Int[Array, ""], Tree, Int[Array, ""], Bool[Array, ""]]
 """(place, weights, number, valid) of a layer: one step of a scan over `Unit.layers`."""
@@ -105,8 +109,8 @@ def take_apart(pullback: Callable[..., Any], available: Tree) -> tuple[Pullback,
 class Layers:
     """Forward passes of the layers of a chunk."""
 
-    layer: Callable[[Tree, Float[Array, "..."], Tree, Array], tuple[Float[Array, "..."], Tree]]
-    """`layer(weights, x, part, number)` is one of them (`device.Program`)."""
+    of_kinds: Sequence[Layer]
+    """A layer of each kind in a period."""
     stages: Stages
     places: Tree
     """The placements of the parameters of one layer."""
@@ -116,24 +120,31 @@ class Layers:
     def forward(self, unit: Unit, x: jax.Array) -> tuple[jax.Array, Tree]:
         """Return (x after the layers, their aux); nothing is kept for a backward pass."""
 
-        def one(x: jax.Array, layer: Numbered) -> tuple[jax.Array, Tree]:
+        def one(kind: int, x: jax.Array, layer: Numbered) -> tuple[jax.Array, Tree]:
             _, w, number, valid = layer
-            y, aux = self.layer(self.in_use(w), x, unit.part, number)
+            y, aux = self.of_kinds[kind](self.in_use(w), x, unit.part, number)
             return self.where(valid, y, x), self._of_layers(valid, aux)
 
-        return lax.scan(one, x, unit.layers)
+        return self.scan(one, x, unit)
 
-    def forward_keeping(self, unit: Unit, x: jax.Array, kept: Ring, slot: Slot) -> tuple[Ring, jax.Array, Tree]:
+    def forward_keeping(self, unit: Unit, x: jax.Array, kept: Rings, slot: Slot) -> tuple[Rings, jax.Array, Tree]:
         """Return (`kept` with what the layers keep in `slot`, x after the layers, their aux)."""
 
-        def one(carry: tuple[Ring, jax.Array], layer: Numbered) -> tuple[tuple[Ring, jax.Array], Tree]:
+        def one(kind: int, carry: tuple[Rings, jax.Array], layer: Numbered) -> tuple[tuple[Rings, jax.Array], Tree]:
             kept, x = carry
             place, w, number, valid = layer
-            _, made, y, aux = self.forward_of_layer((w, unit.part, number), x)
-            return (_put(kept, made, slot, place), self.where(valid, y, x)), self._of_layers(valid, aux)
+            _, made, y, aux = self.forward_of_layer(kind, (w, unit.part, number), x)
+            return (self.put(kept, kind, made, slot, place), self.where(valid, y, x)), self._of_layers(valid, aux)
 
-        (kept, x), aux = lax.scan(one, (kept, x), unit.layers)
+        (kept, x), aux = self.scan(one, (kept, x), unit)
         return kept, x, aux
+
+    def scan(
+        self, one: Callable[[int, Any, Numbered], tuple[Any, Any]], carry: Any, unit: Unit, reverse: bool = False
+    ) -> tuple[Any, Tree]:
+        """Run `one(kind, carry, layer)` for each layer of a chunk; return (the carry, the results of the layers)."""
+        bodies = [partial(one, kind) for kind in range(self.stages.period)]
+        return periods.scan(bodies, carry, unit.layers, reverse=reverse)
 
     def aux(self, unit: Unit, x: jax.Array, lead: tuple[int, ...]) -> Tree:
         """Return zeros for the aux of the layers, [*lead, depth, ...] each, in f32 at least."""
@@ -143,15 +154,17 @@ class Layers:
             shape = (*lead, self.stages.depth, *a.shape)
             return region.zeros(shape, wide(a.dtype), a.manual_axis_type.varying | {PIPELINE})
 
-        return jax.tree.map(zeros, jax.eval_shape(lambda: self.layer(self.in_use(w), x, part, number)[1]))
+        return jax.tree.map(zeros, jax.eval_shape(lambda: self.of_kinds[0](self.in_use(w), x, part, number)[1]))
 
-    def forward_of_layer(self, available: Available, x: jax.Array) -> tuple[Pullback, list[jax.Array], jax.Array, Tree]:
+    def forward_of_layer(
+        self, kind: int, available: Available, x: jax.Array
+    ) -> tuple[Pullback, list[jax.Array], jax.Array, Tree]:
         """Return (what its pullback consists of, what the layer keeps of it, its output, its aux)."""
         w, part, number = available
         w = self.in_use(w)
 
         def of_learning(own: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
-            return self.layer(joined(w, own), x, part, number)
+            return self.of_kinds[kind](joined(w, own), x, part, number)
 
         y, pullback, aux = jax.vjp(of_learning, differentiated(self.places, w), x, has_aux=True)
         return *take_apart(pullback, (w, part, number)), y, aux
@@ -172,6 +185,24 @@ class Layers:
             return yes
         return jnp.where(valid, yes, no)
 
+    def empty(self, of_kinds: Sequence[Shapes], slots: int) -> Rings:
+        """Return empty rings for what a layer of each kind writes."""
+        return [
+            [_in_ring(a, (slots, self.stages.places_of(kind))) for a in of_layer]
+            for kind, of_layer in enumerate(of_kinds)
+        ]
+
+    def get(self, rings: Rings, kind: int, slot: Slot, place: jax.Array) -> list[jax.Array]:
+        """Read what a layer of this kind, at `place` of the chunk, has written to a slot."""
+        at = self.stages.among_its_kind(place)
+        return [_read(a, slot, at) for a in rings[kind]]
+
+    def put(self, rings: Rings, kind: int, values: list[jax.Array], slot: Slot, place: jax.Array) -> Rings:
+        """Return the rings with what a layer of this kind, at `place` of the chunk, writes to a slot."""
+        at = self.stages.among_its_kind(place)
+        written = [_written(a, value, slot, at) for a, value in zip(rings[kind], values, strict=True)]
+        return [*rings[:kind], written, *rings[kind + 1 :]]
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["about"])
 @dataclass(frozen=True)
@@ -184,123 +215,124 @@ class Traced(Generic[About]):
 
 @dataclass(frozen=True)
 class Backward:
-    """Backward passes of the layers of a chunk, from what their forward passes have kept."""
+    """Backward passes of the layers of a chunk, from what their forward passes have kept.
+
+    What tracing a layer of each kind has found stands in lists, by the number of the kind in the period.
+    """
 
     layers: Layers
-    pullback: Pullback
-    keeps: Shapes
+    pullbacks: Sequence[Pullback]
+    keeps: Sequence[Shapes]
     """What a layer keeps of its pullback."""
-    halves: Halves | None = None
+    halves: Sequence[Halves] = ()
     """B and W of a layer, where the schedule splits the backward pass."""
-    stashes: Shapes = ()
+    stashes: Sequence[Shapes] = ()
     """What B of a layer hands to W."""
 
     @classmethod
     def of(cls, layers: Layers, example: Callable[[], tuple[Unit, jax.Array]], split: bool) -> Backward:
-        """Trace a layer on shapes: nothing of it becomes part of the program that is being traced.
+        """Trace layers on shapes: nothing of it becomes part of the program that is being traced.
 
         `example` returns a unit and its input, of the types that they have in the region. `split`: B and W apart.
         """
+        kinds = range(layers.stages.period)
 
-        def forward() -> Traced[Pullback]:
+        def forward(kind: int) -> Traced[Pullback]:
             unit, x = example()
-            pullback, kept, _, _ = layers.forward_of_layer(unit.first, x)
+            pullback, kept, _, _ = layers.forward_of_layer(kind, unit.first, x)
             return Traced(kept, pullback)
 
-        traced = jax.eval_shape(forward)
-        whole = cls(layers, traced.about, traced.arrays)
+        traced = [jax.eval_shape(partial(forward, kind)) for kind in kinds]
+        whole = cls(layers, [one.about for one in traced], [one.arrays for one in traced])
         if not split:
             return whole
 
-        def backward() -> Traced[Halves]:
+        def backward(kind: int) -> Traced[Halves]:
             unit, x = example()
-            kept = [_in_ring(a, ()) for a in whole.keeps]
+            kept = [_in_ring(a, ()) for a in whole.keeps[kind]]
             w, part, number = unit.first
             available = layers.in_use(w), part, number
             again, once = whole._arguments(available, [*kept, x])
-            flat = partial(whole._flat_backward, jax.tree.structure(available), len(again))
+            flat = partial(whole._flat_backward, kind, jax.tree.structure(available), len(again))
             both = halves(flat, again, once, now=1)
             return Traced(both.at_once(again, once)[1], both)
 
-        cut = jax.eval_shape(backward)
-        return replace(whole, halves=cut.about, stashes=cut.arrays)
+        cut = [jax.eval_shape(partial(backward, kind)) for kind in kinds]
+        return replace(whole, halves=[one.about for one in cut], stashes=[one.arrays for one in cut])
 
-    def again(self, unit: Unit, x: jax.Array) -> tuple[Ring, Slot]:
-        """Recompute what the layers keep from their input; return a ring of one slot, and the slot."""
+    def again(self, unit: Unit, x: jax.Array) -> tuple[Rings, Slot]:
+        """Recompute what the layers keep from their input; return rings of one slot, and the slot."""
         x = lax.optimization_barrier(x)
         return self.layers.forward_keeping(unit, x, self.kept(slots=1), 0)[0], 0
 
     def backward(
-        self, unit: Unit, dy: jax.Array, kept: Ring, slot: Slot, sums: Tree, on: jax.Array | bool
+        self, unit: Unit, dy: jax.Array, kept: Rings, slot: Slot, sums: Tree, on: jax.Array | bool
     ) -> tuple[Tree, jax.Array]:
         """Return (`sums` with the gradients of the weights, from ZeRO 2 on reduced; the gradient of x).
 
         `sums` are [chunks, depth, ...] each. A gradient that is not `on` is not added to them, and may be anything.
         """
 
-        def one(carry: tuple[Tree, jax.Array], layer: Numbered) -> tuple[tuple[Tree, jax.Array], None]:
+        def one(kind: int, carry: tuple[Tree, jax.Array], layer: Numbered) -> tuple[tuple[Tree, jax.Array], None]:
             sums, dy = carry
             place, w, number, valid = layer
             w = self.layers.in_use(w)
-            pullback = self.pullback.rebuilt(_get(kept, slot, place), (w, unit.part, number))
-            dw, dx = pullback(dy)
+            own = self.layers.get(kept, kind, slot, place)
+            dw, dx = self.pullbacks[kind].rebuilt(own, (w, unit.part, number))(dy)
             sums = self._accumulate(sums, dw, (unit.chunk, place), on & valid)
             return (sums, self.layers.where(valid, dx, dy)), None
 
-        return lax.scan(one, (sums, dy), unit.layers, reverse=True)[0]
+        return self.layers.scan(one, (sums, dy), unit, reverse=True)[0]
 
     def of_input(
-        self, unit: Unit, dy: jax.Array, kept: Ring, slot: Slot, stash: Ring, to: Slot
-    ) -> tuple[Ring, jax.Array]:
+        self, unit: Unit, dy: jax.Array, kept: Rings, slot: Slot, stash: Rings, to: Slot
+    ) -> tuple[Rings, jax.Array]:
         """Run B alone: return (`stash` with what W needs of each layer in slot `to`, the gradient of x)."""
-        halves = self.halves
-        assert halves is not None
 
-        def one(carry: tuple[Ring, jax.Array], layer: Numbered) -> tuple[tuple[Ring, jax.Array], None]:
+        def one(kind: int, carry: tuple[Rings, jax.Array], layer: Numbered) -> tuple[tuple[Rings, jax.Array], None]:
             stash, dy = carry
             place, w, number, valid = layer
-            arrays = self._arguments((self.layers.in_use(w), unit.part, number), [*_get(kept, slot, place), dy])
-            (dx,), made = halves.at_once(*arrays)
-            return (_put(stash, list(made), to, place), self.layers.where(valid, dx, dy)), None
+            own = self.layers.get(kept, kind, slot, place)
+            arrays = self._arguments((self.layers.in_use(w), unit.part, number), [*own, dy])
+            (dx,), made = self.halves[kind].at_once(*arrays)
+            return (self.layers.put(stash, kind, list(made), to, place), self.layers.where(valid, dx, dy)), None
 
-        return lax.scan(one, (stash, dy), unit.layers, reverse=True)[0]
+        return self.layers.scan(one, (stash, dy), unit, reverse=True)[0]
 
     def of_weights(
         self,
         unit: Unit,
-        stash: Ring,
+        stash: Rings,
         slot: jax.Array,
         sums: Tree,
         on: jax.Array | bool,
         before: tuple[jax.Array, ...] = (),
     ) -> Tree:
         """Run W, after all of `before` is there: return `sums` with the gradients of the weights."""
-        halves = self.halves
-        assert halves is not None
         later = region.after(slot, *before)
-        # A slot that varies over more axes than a ring would make what is read from it vary too.
-        slots = [later if region.varying(later) <= region.varying(a) else slot for a in stash]
 
-        def one(sums: Tree, layer: Numbered) -> tuple[Tree, None]:
+        def slot_in(a: jax.Array) -> jax.Array:
+            # A slot that varies over more axes than a ring would make what is read from it vary too.
+            return later if region.varying(later) <= region.varying(a) else slot
+
+        def one(kind: int, sums: Tree, layer: Numbered) -> tuple[Tree, None]:
             place, w, number, valid = layer
             again, _ = self._arguments((w, unit.part, number), [])
-            stashed = [_read(a, at, place) for a, at in zip(stash, slots, strict=True)]
+            at = self.layers.stages.among_its_kind(place)
+            stashed = [_read(a, slot_in(a), at) for a in stash[kind]]
             structure = jax.tree.structure(differentiated(self.layers.places, w))
-            dw = jax.tree.unflatten(structure, halves.later(again, stashed))
+            dw = jax.tree.unflatten(structure, self.halves[kind].later(again, stashed))
             return self._accumulate(sums, dw, (unit.chunk, place), on & valid), None
 
-        return lax.scan(one, sums, unit.layers)[0]
+        return self.layers.scan(one, sums, unit)[0]
 
-    def kept(self, slots: int) -> Ring:
-        """Return an empty ring for what `Layers.forward_keeping` keeps."""
-        return self._ring(self.keeps, slots)
+    def kept(self, slots: int) -> Rings:
+        """Return empty rings for what `Layers.forward_keeping` keeps."""
+        return self.layers.empty(self.keeps, slots)
 
-    def stash(self, slots: int) -> Ring:
-        """Return an empty ring for what `of_input` hands to `of_weights`."""
-        return self._ring(self.stashes, slots)
-
-    def _ring(self, of_layer: Shapes, slots: int) -> Ring:
-        return [_in_ring(a, (slots, self.layers.stages.depth)) for a in of_layer]
+    def stash(self, slots: int) -> Rings:
+        """Return empty rings for what `of_input` hands to `of_weights`."""
+        return self.layers.empty(self.stashes, slots)
 
     def _arguments(self, available: Available, once: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return (the arrays that W has again, those that it has not)."""
@@ -310,7 +342,7 @@ class Backward:
             return others, [*w, *once]
         return [*w, *others], once
 
-    def _flat_backward(self, structure: Any, again: int, *arrays: jax.Array) -> list[jax.Array]:
+    def _flat_backward(self, kind: int, structure: Any, again: int, *arrays: jax.Array) -> list[jax.Array]:
         """Return [gradient of x, gradients of the weights] of one layer, from the arrays of `_arguments`."""
         leaves = structure.num_leaves
         # At ZeRO 3 the weights stand behind the others.
@@ -318,7 +350,7 @@ class Backward:
         kept = arrays[leaves:-1]
         dy = arrays[-1]
         w, part, number = jax.tree.unflatten(structure, [*arrays[others:leaves], *arrays[:others]])
-        dw, dx = self.pullback.rebuilt(kept, (w, part, number))(dy)
+        dw, dx = self.pullbacks[kind].rebuilt(kept, (w, part, number))(dy)
         return [dx, *jax.tree.leaves(dw)]
 
     def _accumulate(self, sums: Tree, dw: Tree, at: tuple[Slot, Array], on: jax.Array) -> Tree:
@@ -340,16 +372,6 @@ class Backward:
 def _in_ring(a: jax.ShapeDtypeStruct, lead: tuple[int, ...]) -> jax.Array:
     """Return zeros of the type of `a` in a ring, where everything is a rank's own, with leading dims `lead`."""
     return region.vary(region.zeros_like(a, lead), (PIPELINE,))
-
-
-def _get(ring: Ring, slot: Slot, place: jax.Array) -> list[jax.Array]:
-    """Read what one layer, at `place`, has written to a slot."""
-    return [_read(a, slot, place) for a in ring]
-
-
-def _put(ring: Ring, values: list[jax.Array], slot: Slot, place: jax.Array) -> Ring:
-    """Return the ring with what one layer, at `place`, writes to a slot."""
-    return [_written(a, value, slot, place) for a, value in zip(ring, values, strict=True)]
 
 
 def _read(a: jax.Array, slot: Slot, place: jax.Array) -> jax.Array:

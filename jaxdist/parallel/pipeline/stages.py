@@ -1,7 +1,9 @@
 """Which layers each chunk of a pipeline holds: [L, ...] cut into v*S chunks, as [v, S, depth, ...].
 
 Chunk g = virtual_index * S + rank has layers in logical order, so that this is a reshape where all chunks have equally
-many. Where they do not, each is padded with zeros to `depth`, the largest; the executor skips the padding.
+many. Where they do not, each is padded with zeros to `depth`, the largest; the executor skips the padding. Where layers
+are of several kinds that repeat in a period, chunks are cut between periods, so that place p of a chunk has a layer of
+kind p % period, on every rank.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import islice
 from typing import Any
 
 import jax
@@ -41,6 +44,17 @@ class Stages:
     period: int = 1
     """Kinds of layers that repeat in this order. Every chunk begins with the first."""
 
+    @classmethod
+    @cache
+    def cut(cls, layers: int, ranks: int, virtual: int, period: int = 1) -> Stages:
+        """Return the stages of layers that all cost the same. Raises `ValueError` for more chunks than periods."""
+        costs = [period] * (layers // period)
+        if layers % period:
+            costs.append(layers % period)
+        runs = split(costs, ranks * virtual, "layer" if period == 1 else "period")
+        of_costs = iter(costs)
+        return cls(ranks, virtual, tuple(sum(islice(of_costs, run)) for run in runs), period)
+
     @property
     def depth(self) -> int:
         """Layers of the largest chunk."""
@@ -50,6 +64,14 @@ class Stages:
     def padded(self) -> bool:
         """Whether some chunk has fewer layers than others."""
         return min(self.sizes) < self.depth
+
+    def places_of(self, kind: int) -> int:
+        """Return how many places of a chunk are for layers of a kind, given by its number in the period."""
+        return len(range(kind, self.depth, self.period))
+
+    def among_its_kind(self, place: Int[Array, ""]) -> Int[Array, ""]:
+        """Return where a place of a chunk stands among those for layers of its kind."""
+        return place if self.period == 1 else place // self.period
 
     @cached_property
     def layer(self) -> Int[np.ndarray, "v S depth"]:
@@ -133,40 +155,28 @@ def _relaid(a: Array, f: Callable[[Array], Array], spec: Callable[[tuple[Any, ..
 def stages_of(asked: Split) -> Stages | None:
     """Return how a mesh cuts the layers of a model; None without a pipeline.
 
-    All layers cost the same, and all ranks share the embedding and the head. Raises `ValueError` as `split` does.
+    All ranks share the embedding and the head. Raises `ValueError` as `Stages.cut` does.
     """
     if not asked.pipelined:
         return None
-    ranks = asked.size(PIPELINE)
-    virtual = asked.config.pipeline.virtual
-    if forms := forms_of(asked.config.model):
+    config = asked.config
+    if forms := forms_of(config.model):
         raise ValueError(
-            f"the layers of {asked.config.model.family} are {forms}, with different parameters, and stages of a "
-            f"pipeline have layers of one form; set {PIPELINE} to 1"
+            f"the layers of {config.model.family} are {forms}, with different parameters, and stages of a pipeline have "
+            f"layers of one form; set {PIPELINE} to 1"
         )
-    period = len(asked.config.model.kinds)
-    if period > 1:
-        raise ValueError(
-            f"the layers of {asked.config.model.family} are of several kinds, in a period of {period}, and stages of "
-            f"a pipeline run layers of one kind; set {PIPELINE} to 1"
-        )
-    return Stages(ranks, virtual, _even(asked.config.model.layers, ranks * virtual))
+    return Stages.cut(config.model.layers, asked.size(PIPELINE), config.pipeline.virtual, len(config.model.kinds))
 
 
-@cache
-def _even(layers: int, chunks: int) -> tuple[int, ...]:
-    return split([1.0] * layers, chunks)
-
-
-def split(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
+def split(costs: Sequence[float], chunks: int, what: str = "layer") -> tuple[int, ...]:
     """Return sizes of `chunks` contiguous runs of layers, none empty, whose most expensive one costs the least.
 
     By dynamic programming over (runs, layers), as in PipeDream (Narayanan et al. 2019, section 3.1); among equals, the
-    one whose first runs are the longest. Raises `ValueError` for more chunks than layers.
+    one whose first runs are the longest. Raises `ValueError` for more chunks than layers, called `what`.
     """
     layers = len(costs)
     if not 1 <= chunks <= layers:
-        raise ValueError(f"{counted(layers, 'layer')} cannot make {counted(chunks, 'chunk')}; ask for at most {layers}")
+        raise ValueError(f"{counted(layers, what)} cannot make {counted(chunks, 'chunk')}; ask for at most {layers}")
     total = np.concatenate([[0.0], np.cumsum(costs)])
     # best[n]: the cost of the most expensive run, with the first n layers in the runs so far.
     best = total.copy()

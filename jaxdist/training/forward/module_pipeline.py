@@ -18,7 +18,7 @@ from jaxdist.models.foreign import Foreign, LossFunction, cast, mean_over_rows
 from jaxdist.models.stacked import scan
 from jaxdist.parallel.pipeline.device import Program
 from jaxdist.parallel.pipeline.schedules import make
-from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, split
+from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.sharding import Layout, Tree, named, wide
 from jaxdist.training.forward.base import ForwardOptions, count_rows
@@ -137,7 +137,7 @@ class ModulePipelineForward(StagedForward[Foreign]):
             mean = mean_over_rows(call(merge_module, self._with_blocks(tops), use))
             return x.shape[0] * mean.astype(wide(mean.dtype))
 
-        return Program(embed, layer, loss)
+        return Program(embed, [layer], loss)
 
 
 def _as_staged(module: nnx.Module) -> StagedModule:
@@ -190,4 +190,4 @@ def stages_of_module(model: Foreign, ranks: int, virtual: int) -> Stages:
     if elsewhere:
         raise ValueError(f"{elsewhere[0]} is not a stage, but has '{BLOCKS}' in its name; rename it")
     ((layers,),) = counts
-    return Stages(ranks, virtual, split([1.0] * layers, ranks * virtual))
+    return Stages.cut(layers, ranks, virtual)

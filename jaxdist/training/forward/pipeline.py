@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -208,9 +208,9 @@ class PipelineForward(StagedForward[Model]):
             return self.model.embed(self._with_blocks(tops), part["tokens"], inputs(part, layers))
 
         def layer(
-            w: Params, x: Float[Array, "B s D"], part: Batch, number: Int[Array, ""]
+            kind: int, w: Params, x: Float[Array, "B s D"], part: Batch, number: Int[Array, ""]
         ) -> tuple[Float[Array, "B s D"], Aux]:
-            return self.model.block(w, x, inputs(part, number))
+            return self.model.block(w, x, inputs(part, number), kind)
 
         def loss(tops: Params, x: Float[Array, "B s D"], part: Batch) -> Float[Array, ""]:
             loss = self.model.loss(self._with_blocks(tops), x[None], part["labels"][None])
@@ -218,7 +218,7 @@ class PipelineForward(StagedForward[Model]):
 
         # A stage that is recomputed as a whole is recomputed by the executor.
         remat = recompute(saved_by_layer(self.remat, self.stage, pipelined=True))
-        return Program(embed, remat(layer), loss)
+        return Program(embed, [remat(partial(layer, kind)) for kind in range(self.model.period)], loss)
 
     def with_keys(self, batch: Batch, step: Int[Array, ""]) -> Batch:
         """Return the batch with each row's dropout key, if there is dropout, in the place of its number.
