@@ -189,6 +189,11 @@ class ModelConfig(Section):
         return self.layers
 
     @property
+    def periods(self) -> int:
+        """How many periods of `kinds` the layers make, with the last one, which may be cut short."""
+        return -(-self.layers // len(self.kinds))
+
+    @property
     def shares_of_kinds(self) -> dict[Kind, float]:
         """The kinds of layers, with the share of the layers that are of each."""
         kinds = self.kinds

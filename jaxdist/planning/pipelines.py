@@ -178,9 +178,10 @@ def uneven(config: Config, pipe: Pipeline) -> str:
     layers = config.model.layers
     chunks = len(stages.sizes)
     held = chunks * stages.depth
+    into = f" into whole periods of {stages.period}" if stages.period > 1 else ""
     return (
-        f"model.layers {layers} does not divide by {_cut(pipe)}: chunks have {_listed(stages.sizes)} layers, and each "
-        f"is padded to {stages.depth}; {pipe.padding} of {held} layers are padding, which takes "
+        f"model.layers {layers} does not divide by {_cut(pipe)}{into}: chunks have {_listed(stages.sizes)} layers, "
+        f"and each is padded to {stages.depth}; {pipe.padding} of {held} layers are padding, which takes "
         f"{held / layers - 1:.1%} more memory and time for the layers; "
-        + remedy(to("model.layers", multiples(chunks, layers)))
+        + remedy(to("model.layers", multiples(chunks * stages.period, layers)))
     )

@@ -42,9 +42,19 @@ OTHERS = [
 ]
 """Each has the schedule, the axes and the stage of rows above, one by one."""
 
+KINDS = [
+    ("2x1x2", "zb-u", dict(layers=5, period=2, zero=2)),
+    ("2x1x2", "zb-h1", dict(layers=7, period=3, zero=3, rate=0.1)),
+    ("1x2x2", "interleaved", dict(layers=8, period=2, v=2, sequence=True, remat="block")),
+    ("2x1x2", "1f1b", dict(layers=11, period=3, zero=1)),
+    ("1x1x3", "gpipe", dict(layers=7, period=3, remat="stage")),
+]
+"""Layers of several kinds, with a period cut short or without."""
+
 
 @pytest.mark.parametrize(
-    ("mesh", "schedule", "options"), [*thinned(ROWS, every=len(ROWS), first=1), *exhaustive(OTHERS)]
+    ("mesh", "schedule", "options"),
+    [*thinned(ROWS, len(ROWS), first=1), *thinned(KINDS, len(KINDS)), *exhaustive(OTHERS)],
 )
 def test_gradients_are_those_of_one_device(mesh, schedule, options):
     piped = Piped(mesh, schedule, **options)

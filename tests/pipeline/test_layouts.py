@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import Config
-from jaxdist.parallel.pipeline.stages import Stages, split
+from jaxdist.parallel.pipeline.stages import Stages, largest_chunk, split
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.run import Run
 
@@ -84,6 +84,21 @@ def worst(costs, ends):
 
 def test_equal_layers_are_dealt_as_evenly_as_can_be():
     assert split([1] * 6, 4) == (2, 2, 1, 1)
-    assert Stages(4, 1, split([1] * 6, 4)).valid[0, :, 1].tolist() == [True, True, False, False]
+    assert Stages.cut(6, 4, 1).valid[0, :, 1].tolist() == [True, True, False, False]
     with pytest.raises(ValueError, match=r"2 layers cannot make 3 chunk"):
         split([1, 1], 3)
+
+
+def test_chunks_are_cut_between_periods():
+    for layers, chunks, period in itertools.product(range(1, 20), range(1, 6), range(1, 5)):
+        if chunks <= -(-layers // period):
+            stages = Stages.cut(layers, chunks, 1, period)
+            assert sum(stages.sizes) == layers
+            assert not any(size % period for size in stages.sizes[:-1])
+            assert stages.depth == largest_chunk(layers, np.array([chunks]), period)
+            assert sum(map(stages.places_of, range(period))) == stages.depth
+    # The rest of a period stands beside whole ones, or alone.
+    assert Stages.cut(7, 2, 1, 3).sizes == (3, 4)
+    assert Stages.cut(7, 3, 1, 3).sizes == (3, 3, 1)
+    with pytest.raises(ValueError, match=r"3 periods cannot make 4 chunks; ask for at most 3"):
+        Stages.cut(7, 2, 2, 3)

@@ -11,7 +11,7 @@ import pytest
 from jaxdist.config import OptimizerConfig
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.inputs import BlockInputs
-from jaxdist.parallel.pipeline.stages import split
+from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.placing import role_of
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.sharding import ONE_DEVICE
@@ -36,9 +36,9 @@ def batches(rows: int) -> list[dict]:
 class OneDevice:
     """S stages without any: the versions of each are kept by hand."""
 
-    def __init__(self, S: int, layers: int, rate: float = 0.0):
-        self.S, self.model, self.rate = S, toy.Toy(ONE_DEVICE, layers, rate), rate
-        self.cuts = np.cumsum([0, *split([1.0] * layers, S)])
+    def __init__(self, S: int, layers: int, rate: float = 0.0, period: int = 1):
+        self.S, self.model, self.rate = S, toy.Toy(ONE_DEVICE, layers, rate, period), rate
+        self.cuts = np.cumsum([0, *Stages.cut(layers, S, 1, period).sizes])
         weights = toy.weights(layers)
         self.stages = [[self.of(r, weights["blocks"])] for r in range(S)]
         self.tops = [{"table": weights["table"]}]
@@ -60,7 +60,7 @@ class OneDevice:
         layers = jax.tree.map(lambda *a: jnp.concatenate(a), *stages)
         x = self.model.embed(embedding, part["tokens"], of(int(self.cuts[-1])))
         for n in range(self.cuts[-1]):
-            x, _ = self.model.block(jax.tree.map(lambda a, n=n: a[n], layers), x, of(n))
+            x, _ = self.model.block(jax.tree.map(lambda a, n=n: a[n], layers), x, of(n), n % self.model.period)
         return self.model.loss(head, x[None], part["labels"][None]) / jnp.sum(part["labels"] >= 0)
 
     def step(self, m: int, part):
@@ -113,6 +113,7 @@ ROWS = [
     ("2x2x2", dict(layers=3, zero=3, sequence=True)),
     ("2x1x2", dict(layers=4, zero=1, remat="block")),
     ("replica=2,data=2,pipeline=2", dict(layers=4, zero=2)),
+    ("2x1x2", dict(layers=5, zero=2, period=2)),
 ]
 
 
@@ -120,7 +121,7 @@ ROWS = [
 def test_losses_norms_and_weights_are_those_of_one_device_at_the_same_versions(mesh, options):
     told, final, compiled, on = run(mesh, **options)
     assert across_ranks(compiled.as_text(), on) == []
-    alone = OneDevice(on.shape["pipeline"], options["layers"], options.get("rate", 0.0))
+    alone = OneDevice(on.shape["pipeline"], options["layers"], options.get("rate", 0.0), options.get("period", 1))
     with jax.set_mesh(make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])):
         wanted = [alone.step(m, jax.tree.map(lambda a: a[0], part)) for m, part in enumerate(batches(toy.ROWS))]
     np.testing.assert_allclose(told, wanted, rtol=2e-5)

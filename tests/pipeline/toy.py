@@ -11,7 +11,7 @@ from jax.extend import core
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.dropout import dropout
 from jaxdist.models.loss import cross_entropy
-from jaxdist.parallel.pipeline.stages import Stages, split
+from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.parallel.tensor import einsum, enter, lookup
 from jaxdist.sharding import ONE_DEVICE, RULES, Layout, spread
@@ -34,15 +34,17 @@ AXES = dict(
 )
 """Logical axes of the parameters."""
 
+ACTIVATIONS = (jnp.tanh, jax.nn.silu, jnp.sin)
+"""Those of the kinds of layers in a period: each keeps something else for its backward pass."""
+
 
 class Toy:
     """What a `PipelineForward` or `DecoderForward` asks of a model."""
 
     vocab = VOCAB
-    period = 1
 
-    def __init__(self, layout: Layout, layers: int, rate: float = 0.0):
-        self.layout, self.rate, self.axes = layout, rate, AXES
+    def __init__(self, layout: Layout, layers: int, rate: float = 0.0, period: int = 1):
+        self.layout, self.rate, self.axes, self.period = layout, rate, AXES, period
         blocks = dict(scale=(EMBED,), up=(EMBED, MLP), bias=(MLP,), down=(MLP, EMBED), shift=(EMBED,))
         shapes = dict(table=(VOCAB, EMBED), blocks={name: (layers, *shape) for name, shape in blocks.items()})
         is_shape = lambda a: isinstance(a, tuple)
@@ -58,7 +60,7 @@ class Toy:
         y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5)
         y = enter(self.layout, y * spread(w["scale"], y), "mlp")
         h = einsum(self.layout, "BSD,DF->BSF", y, w["up"])
-        h = jnp.tanh(h + spread(w["bias"], h))
+        h = ACTIVATIONS[kind](h + spread(w["bias"], h))
         y = einsum(self.layout, "BSF,FD->BsD", h, w["down"])
         return x + dropout(self.layout, y + spread(w["shift"], y), self.rate, inputs.keys, site=1), {}
 
@@ -79,9 +81,11 @@ def weights(layers: int) -> dict:
 
 
 @cache
-def alone(layers: int, micro: int, rate: float = 0.0):
+def alone(layers: int, micro: int, rate: float = 0.0, period: int = 1):
     """(summed loss, its gradients) of one device."""
-    forward = DecoderForward(Toy(ONE_DEVICE, layers, rate), ONE_DEVICE, options=ForwardOptions(dropout=rate > 0))
+    forward = DecoderForward(
+        Toy(ONE_DEVICE, layers, rate, period), ONE_DEVICE, options=ForwardOptions(dropout=rate > 0)
+    )
     gradients = jax.jit(lambda w, b: forward.gradients(w, {}, b, jnp.asarray(0))[:2])
     with jax.set_mesh(make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])):
         return jax.device_get(gradients(weights(layers), batch(micro)))
@@ -91,17 +95,29 @@ class Piped:
     """The toy on a mesh: `PipelineForward`, and how to call it."""
 
     def __init__(
-        self, mesh, schedule, micro=4, v=1, zero=0, sequence=False, remat="none", layers=4, rate=0.0, rows=ROWS
+        self,
+        mesh,
+        schedule,
+        micro=4,
+        v=1,
+        zero=0,
+        sequence=False,
+        remat="none",
+        layers=4,
+        rate=0.0,
+        rows=ROWS,
+        period=1,
     ):
         shape = parse_mesh(mesh)
         self.mesh = make_mesh(shape, jax.devices()[: int(np.prod(list(shape.values())))])
         self.layout = Layout.on(self.mesh, RULES | {"residual": ("model",) if sequence else ()})
-        stages = Stages(shape["pipeline"], v, split([1.0] * layers, shape["pipeline"] * v))
-        toy = Toy(replace(self.layout, manual=True), layers, rate)
+        stages = Stages.cut(layers, shape["pipeline"], v, period)
+        toy = Toy(replace(self.layout, manual=True), layers, rate, period)
         options = ForwardOptions(remat=remat, dropout=rate > 0)
         zero = ZeroOptions(zero, defers=schedule != "pipedream")
         self.forward = PipelineForward(toy, self.layout, stages, schedule, zero, options)
         self.stages, self.layers, self.micro, self.rate, self.rows = stages, layers, micro, rate, rows
+        self.period = period
 
     def call(self, transform):
         """`transform` of the function that gives loss and gradients, of weights and batch."""
@@ -134,7 +150,7 @@ class Piped:
         padded = grads["blocks"]
         grads = grads | {"blocks": jax.tree.map(lambda a: np.asarray(self.stages._unfold(a)), padded)}
         assert all((a[~self.stages.valid] == 0).all() for a in jax.tree.leaves(padded)), "padding has a gradient"
-        wanted_loss, wanted = alone(self.layers, self.micro, self.rate)
+        wanted_loss, wanted = alone(self.layers, self.micro, self.rate, self.period)
         norm = lambda tree: float(np.sqrt(sum(np.sum(np.square(a, dtype=float)) for a in jax.tree.leaves(tree))))
         floor = 1e-3 * norm(wanted)
         off = jax.tree.map(lambda a, b: norm(a - b) / max(norm(b), floor), grads, wanted)

@@ -168,6 +168,13 @@ def stages_of(asked: Split) -> Stages | None:
     return Stages.cut(config.model.layers, asked.size(PIPELINE), config.pipeline.virtual, len(config.model.kinds))
 
 
+def largest_chunk(layers: int, chunks: Int[np.ndarray, "..."], period: int) -> Int[np.ndarray, "..."]:
+    """Return the depth of stages with each of these numbers of `chunks`, without cutting them."""
+    whole, rest = divmod(layers, period)
+    # The last chunk holds the rest: beside as many periods as the others have, or in the place of one.
+    return period * -(-whole // chunks) + np.where(whole % chunks == 0, rest, 0)
+
+
 def split(costs: Sequence[float], chunks: int, what: str = "layer") -> tuple[int, ...]:
     """Return sizes of `chunks` contiguous runs of layers, none empty, whose most expensive one costs the least.
 

@@ -188,7 +188,7 @@ def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
     zero = np.where(c["zero"] > 0, devices_along(c, ZERO_AXES) > 1, unsharded)
     outside = np.where(c["outside"] == 1, (c["zero"] >= 2) & (c["micro"] > 1) & ~staged, True)
     batch = config.train.global_batch_size % (devices_along(c, BATCH_AXES) * c["micro"]) == 0
-    layers = config.model.layers >= c[PIPELINE] * c["virtual"]
+    layers = config.model.periods >= c[PIPELINE] * c["virtual"]
 
     # Without a pipeline, `stage` is the same as `block`.
     remat = staged | (c["remat"] != REMATS.index("stage"))

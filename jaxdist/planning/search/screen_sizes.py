@@ -16,7 +16,7 @@ from jaxdist.mesh.crossing import asked
 from jaxdist.mesh.split import compute_width, own_rows, own_tokens, saved_by_layer
 from jaxdist.models import Model, parameters
 from jaxdist.parallel.crossing import Crossing, with_replicas
-from jaxdist.parallel.pipeline.stages import BLOCKS
+from jaxdist.parallel.pipeline.stages import BLOCKS, largest_chunk
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.search.candidates import REMATS, Columns, devices_along
 from jaxdist.planning.search.distinct import Column, map_distinct
@@ -45,9 +45,9 @@ class Sizes:
 
         Every chunk has as many places as the largest one has layers.
         """
-        chunks = self.columns[PIPELINE] * self.columns["virtual"]
-        layers_of_chunk = -(-self.config.model.layers // chunks)
-        return layers_of_chunk * self.columns["virtual"]
+        model = self.config.model
+        virtual = self.columns["virtual"]
+        return virtual * largest_chunk(model.layers, self.columns[PIPELINE] * virtual, len(model.kinds))
 
     @cached_property
     def experts_of_layer(self) -> Column:

@@ -8,7 +8,7 @@ from jaxdist.config import Config
 from jaxdist.config.pipeline import SCHEDULES
 from jaxdist.mesh import DATA, MODEL, PIPELINE
 from jaxdist.mesh.split import Split
-from jaxdist.output.units import remedy, to
+from jaxdist.output.units import counted, remedy, to
 from jaxdist.request.checks.mesh import fit, is_one
 from jaxdist.request.checks.registry import check
 
@@ -103,27 +103,31 @@ def _layers(split: Split) -> Iterator[str]:
     config = split.config
     ranks = split.size(PIPELINE)
     layers = config.model.layers
+    periods = config.model.periods
     pipeline = config.pipeline
     # A schedule that cannot have more than one is another check's.
     virtual = pipeline.virtual if pipeline.traits.several else 1
-    if ranks == 1 or config.model.images or layers >= ranks * virtual:
+    if ranks == 1 or config.model.images or periods >= ranks * virtual:
         return
+    period = len(config.model.kinds)
+    what = f"model.layers {layers}"
+    part = "a layer"
+    if period > 1:
+        what += f", {counted(periods, 'period')} of {period},"
+        part = "a period"
     stages = f"{ranks} stages"
     if virtual > 1:
         stages += f" x {virtual} virtual stages"
-    remedies = [f"model.layers to {ranks * virtual}"]
-    fewer_ranks = min(ranks - 1, layers // virtual)
+    remedies = [f"model.layers to {period * (ranks * virtual - 1) + 1}"]
+    fewer_ranks = min(ranks - 1, periods // virtual)
     if fewer_ranks > 1:
         remedies.append(f"the {PIPELINE} axis to {fewer_ranks}")
-    fewer_virtual = layers // ranks
+    fewer_virtual = periods // ranks
     if fewer_virtual >= pipeline.traits.chunks:
         remedies.append(f"pipeline.virtual_stages to {fewer_virtual}")
-    if virtual > 1 and layers >= ranks:
+    if virtual > 1 and periods >= ranks:
         remedies.append(_to_1f1b(config))
-    yield (
-        f"model.layers {layers} is fewer than the {stages} of mesh {config.mesh}, and each needs a layer; "
-        + remedy(*remedies)
-    )
+    yield (f"{what} is fewer than the {stages} of mesh {config.mesh}, and each needs {part}; " + remedy(*remedies))
 
 
 @fit("model.family")
