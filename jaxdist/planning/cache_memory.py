@@ -7,7 +7,7 @@ from dataclasses import replace
 from jaxdist.mesh.split import heads_of
 from jaxdist.models.decoding import slots_of
 from jaxdist.output.units import counted, size
-from jaxdist.parallel.pipeline.stages import stages_of
+from jaxdist.parallel.pipeline.stages import Stages, stages_of
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import SEQUENCE
 
@@ -22,11 +22,12 @@ def cache_bytes(sharded: ShardedModel, rows: int) -> int:
     sizes = sharded.config.model
     layout = sharded.layout
     stages = stages_of(sharded.split)
-    layers = stages.virtual * stages.depth if stages else sizes.layers
+    if stages is None:
+        stages = Stages.cut(sizes.layers, 1, 1, len(sizes.kinds))
     own_rows = -(-rows // layout.ranks)
     parts = layout.parts(SEQUENCE)
     slots = [slots_of(kind, sizes.sequence, parts) // parts for kind in sizes.kinds]
-    of_layers = sum(slots[i % len(slots)] for i in range(layers))
+    of_layers = stages.virtual * sum(stages.places_of(kind) * slots[kind] for kind in range(stages.period))
     kept = heads_of(sizes, layout.parts("heads")).keys_and_values
     return of_layers * own_rows * kept * sharded.split.width
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from jaxdist import models
-from jaxdist.config import Config
+from jaxdist.config import Config, PipelineConfig
 from jaxdist.config.model import FAMILIES
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.mesh.split import Split
-from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.sharding import Layout
 from jaxdist.training.forward.decoder import DecoderForward
 from tests.kinds import (  # noqa: F401  # fixtures are used by themselves
@@ -38,15 +37,31 @@ ROWS = {
 """(mesh, options)."""
 
 
+def piped(schedule: str, **options: object) -> dict:
+    return dict(accumulation=4, pipeline=PipelineConfig(schedule=schedule)) | options
+
+
+PIPELINES = {
+    "1f1b": ("pipeline=2", piped("1f1b")),
+    "gpipe": ("pipeline=3", piped("gpipe", remat="stage")),
+    "1f1b, tensor and sequence": ("data=2,model=2,pipeline=2", piped("1f1b", sequence=True, stage=2, remat="block")),
+    "1f1b, ring, documents": ("context=2,pipeline=2", piped("1f1b", context="ring", apart=True)),
+    "interleaved": ("data=2,pipeline=2", piped("interleaved", layers=10, stage=3, remat="dots")),
+    "zb-u": ("data=2,pipeline=2", piped("zb-u", stage=1)),
+    "zb-h1": ("data=2,model=2,pipeline=2", piped("zb-h1", stage=3, sequence=True, remat="dots")),
+}
+"""Stages of three and four layers; with three, the last one has only the rest of a period."""
+
+
 @cache
 def one_device(apart: bool, layers: int = LAYERS) -> cases.Outcome:
     return cases.train(model=MODEL.model_copy(update={"layers": layers}), apart=apart)
 
 
 def check(mesh: str, options: dict, layers: int = LAYERS) -> None:
-    model = MODEL.model_copy(update={"remat": options.get("remat", "none"), "layers": layers})
-    layout = {name: value for name, value in options.items() if name != "remat"}
-    cases.assert_equal(cases.train(mesh, model=model, **layout), one_device(options.get("apart", False), layers))
+    options = {"remat": "none", "layers": layers} | options
+    model = MODEL.model_copy(update={name: options.pop(name) for name in ("remat", "layers")})
+    cases.assert_equal(cases.train(mesh, model=model, **options), one_device(options.get("apart", False), model.layers))
 
 
 def test_equals_one_device():
@@ -57,6 +72,16 @@ def test_equals_one_device():
 @pytest.mark.parametrize("row", [row for row in ROWS if row != "ZeRO 3"])
 def test_every_mesh_equals_one_device(row):
     check(*ROWS[row])
+
+
+def test_a_pipeline_equals_one_device():
+    check(*PIPELINES["1f1b"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [row for row in PIPELINES if row != "1f1b"])
+def test_every_pipeline_equals_one_device(row):
+    check(*PIPELINES[row])
 
 
 @pytest.mark.slow
@@ -91,12 +116,6 @@ def test_loss_and_gradient_are_those_of_the_layers_written_out():
             other = DecoderForward(models.build(MODEL, layout), layout)
         with jax.set_mesh(mesh):
             assert abs(outcome(lambda params, other=other: other.logits(params, tokens), params)[0] - wanted[0]) > 0.1
-
-
-def test_a_pipeline_is_refused():
-    config = Config(model=MODEL, mesh="pipeline=2")
-    with pytest.raises(ValueError, match=r"layers of llama are of several kinds, in a period of 3, .* pipeline"):
-        stages_of(Split(config, parse_mesh(config.mesh)))
 
 
 MIXTURE = cases.LLAMA.model_copy(

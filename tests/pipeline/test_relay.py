@@ -14,8 +14,8 @@ from jaxdist.parallel.pipeline.stages import Stages
 
 @pytest.mark.parametrize(
     "stages",
-    [Stages(1, 1, (3,)), Stages(2, 1, (2, 1)), Stages(3, 2, (2, 2, 2, 1, 1, 1))],
-    ids=["one", "uneven", "interleaved"],
+    [*(Stages.cut(*cut) for cut in [(3, 1, 1), (3, 2, 1), (9, 3, 2), (7, 2, 1, 3)])],
+    ids=["one", "uneven", "interleaved", "several kinds"],
 )
 def test_a_stream_goes_through_all_layers_in_order(stages):
     """Each layer appends its number as a digit, and leaves the stream as its state; padding would append a 9."""

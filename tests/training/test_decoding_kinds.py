@@ -15,6 +15,8 @@ from tests.training.test_decoding import assert_as_whole_passes, own_bytes
         ("1x1x1", 5 * 5 + 2 * SEQUENCE),
         # Two devices cannot share it evenly.
         pytest.param("context=2,model=2", 7 * SEQUENCE / 2, marks=pytest.mark.slow),
+        # Each stage has places for four layers, of which the third has no window.
+        pytest.param("model=2,pipeline=2", 3 * 5 + SEQUENCE, marks=pytest.mark.slow),
     ],
 )
 def test_cached_tokens_and_logits_are_those_of_whole_passes(mesh, slots):
