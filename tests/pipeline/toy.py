@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models import Stack
 from jaxdist.models.dropout import dropout
 from jaxdist.models.loss import cross_entropy
 from jaxdist.parallel.pipeline.stages import Stages
@@ -45,6 +46,7 @@ class Toy:
 
     def __init__(self, layout: Layout, layers: int, rate: float = 0.0, period: int = 1):
         self.layout, self.rate, self.axes, self.period = layout, rate, AXES, period
+        self.stacks = [Stack("", 0, range(period), {})]
         blocks = dict(scale=(EMBED,), up=(EMBED, MLP), bias=(MLP,), down=(MLP, EMBED), shift=(EMBED,))
         shapes = dict(table=(VOCAB, EMBED), blocks={name: (layers, *shape) for name, shape in blocks.items()})
         is_shape = lambda a: isinstance(a, tuple)

@@ -162,8 +162,8 @@ def stages_of(asked: Split) -> Stages | None:
     config = asked.config
     if forms := forms_of(config.model):
         raise ValueError(
-            f"the layers of {config.model.family} are {forms}, with different parameters, and stages of a pipeline have "
-            f"layers of one form; set {PIPELINE} to 1"
+            f"the layers of {config.model.family} are {forms}, with different parameters, and stages of a "
+            f"pipeline have layers of one form; set {PIPELINE} to 1"
         )
     return Stages.cut(config.model.layers, asked.size(PIPELINE), config.pipeline.virtual, len(config.model.kinds))
 
