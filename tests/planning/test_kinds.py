@@ -6,7 +6,12 @@ import pytest
 
 from jaxdist.config import Config, ModelConfig, TrainConfig
 from jaxdist.config.model import FAMILIES
+from jaxdist.mesh import parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.planning import activations, timing
+from jaxdist.planning.pipelines import pipeline_of, uneven
+from jaxdist.request.checks import problems
+from jaxdist.request.knobs import KNOBS
 from jaxdist.sharding import ONE_DEVICE
 from jaxdist.training.run import Run
 from jaxdist.training.summary import outlook
@@ -45,6 +50,20 @@ def test_a_layer_without_a_window_decides_how_many_scores_there_are(monkeypatch)
 
     assert bytes_of_layer() == of_kind(monkeypatch, "full", bytes_of_layer)
     assert bytes_of_layer() > of_kind(monkeypatch, "sliding", bytes_of_layer)
+
+
+def test_a_stage_needs_a_period_and_padding_is_told():
+    """Seven layers make two periods and the first layer of a third."""
+    found = problems(Config(model=MODEL, mesh="pipeline=4", run_dir="run"), KNOBS)
+    (problem,) = [one for one in found if one.startswith("model.layers")]
+    assert problem == (
+        "model.layers 7 makes 3 periods of 3, fewer than the 4 stages of mesh pipeline=4, and each needs a period; "
+        "set model.layers to 10, or the pipeline axis to 3"
+    )
+    split = Split(Config(model=MODEL, mesh="pipeline=2"), parse_mesh("pipeline=2"))
+    note = uneven(split.config, pipeline_of(split))
+    assert note.startswith("model.layers 7 does not divide by 2 stages into whole periods of 3: chunks have 3 4 layers")
+    assert note.endswith("set model.layers to 6 or 12")
 
 
 def test_the_summary_names_the_attention_of_each_kind():

@@ -110,11 +110,6 @@ def _layers(split: Split) -> Iterator[str]:
     if ranks == 1 or config.model.images or periods >= ranks * virtual:
         return
     period = len(config.model.kinds)
-    what = f"model.layers {layers}"
-    part = "a layer"
-    if period > 1:
-        what += f", {counted(periods, 'period')} of {period},"
-        part = "a period"
     stages = f"{ranks} stages"
     if virtual > 1:
         stages += f" x {virtual} virtual stages"
@@ -127,7 +122,13 @@ def _layers(split: Split) -> Iterator[str]:
         remedies.append(f"pipeline.virtual_stages to {fewer_virtual}")
     if virtual > 1 and periods >= ranks:
         remedies.append(_to_1f1b(config))
-    yield (f"{what} is fewer than the {stages} of mesh {config.mesh}, and each needs {part}; " + remedy(*remedies))
+    few = f"model.layers {layers} is fewer than the {stages} of mesh {config.mesh}, and each needs a layer; "
+    if period > 1:
+        few = (
+            f"model.layers {layers} makes {counted(periods, 'period')} of {period}, fewer than the {stages} of mesh "
+            f"{config.mesh}, and each needs a period; "
+        )
+    yield few + remedy(*remedies)
 
 
 @fit("model.family")
