@@ -50,7 +50,7 @@ FORBIDDEN = {
     "request": ["jaxdist.!config,process,files,mesh,request,data,huggingface,output,weights", *COMPLETE],
     "weights": [
         "jaxdist.!config,files,cluster,data,models,parallel,sharding,request,huggingface,training,weights",
-        *(f"jaxdist.training.{name}" for name in ("run", "trainer", "save_policy", "restore", "export")),
+        *(f"jaxdist.training.{name}" for name in ("run", "trainer", "preparing", "save_policy", "restore", "export")),
     ],
     "weights.named": ["jaxdist.!config,files,huggingface", "jax", "flax", "numpy"],
     "weights.source": ["jaxdist.!config,huggingface,weights", "jax", "flax", "numpy"],

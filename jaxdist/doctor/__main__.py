@@ -218,7 +218,6 @@ class Doctor:
         from jaxdist.cluster import runtime
         from jaxdist.mesh import AUTO, parse_mesh
         from jaxdist.training.run import Run
-        from jaxdist.training.save_policy import checkpoint_bytes
 
         try:
             config = self.here.config
@@ -229,7 +228,7 @@ class Doctor:
             mesh = runtime.start(parse_mesh(config.mesh))
             made = Run(config, batch=False, devices=list(mesh.devices.flat))
             with jax.set_mesh(mesh):
-                return mesh, checkpoint_bytes(made)
+                return mesh, made.engine.checkpoint_bytes
         except RequestError as error:
             self.found += [wrong("mesh", problem, "") for problem in error.problems]
         except Exception as error:

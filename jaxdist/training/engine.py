@@ -70,6 +70,11 @@ class Engine:
         """Return shapes, dtypes and shardings of the state as a checkpoint holds it."""
         return self.abstract(self.step.logical)
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The bytes that a checkpoint takes at most: Orbax compresses."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract_logical()))
+
     def abstract_params(self) -> Params:
         """Return the same of all parameters of pretrained weights, for a state without frozen ones."""
         return self.abstract(lambda state: self.step.unfolded(state.params))
@@ -85,11 +90,11 @@ class Engine:
     def begin_beside(self, frozen: Params) -> TrainState:
         """Return the state before the first step with new parameters beside `frozen` ones of a checkpoint."""
         frozen = self.step.folded(frozen)
-        state = jax.jit(self.step.start)(self.draw(self._draw_trained), {})
+        state = jax.jit(self.step.start)(self.draw(self.draw_trained), {})
         # A program that took the base as well would return a copy of it.
         return state._replace(frozen=frozen)
 
-    def _draw_trained(self, key: Key[Array, ""]) -> Params:
+    def draw_trained(self, key: Key[Array, ""]) -> Params:
         """Draw the parameters that are trained; call in jit, where the compiler leaves out what else an init makes."""
         params, _ = self.step.forward.init(key)
         return trained(self.step.forward.places, params)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import TypedDict
 
 import jax
 
-from jaxdist.cluster.consensus import agreed, from_leader, leader
+from jaxdist.cluster.consensus import from_leader, leader
 from jaxdist.mesh import REPLICA, describe
 from jaxdist.training.checkpoint.finite_state import first_not_finite
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
@@ -21,37 +20,8 @@ from jaxdist.training.meter import Diverged
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
-from jaxdist.training.run_lock import LockLost, RunLock
 from jaxdist.weights.base import Base, NoBase
 from jaxdist.weights.source import source_of
-
-
-@contextmanager
-def locked(folder: RunFolder, limit: float, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """Lock the folder of a run for this run, in the leader for all processes, and give the run an id.
-
-    `say` prints notes about the lock. Yields a function to call before each save, in all processes: it raises
-    `LockLost`, in all of them alike, where another run has taken the folder.
-    """
-    # The leader's lock; the other processes have none.
-    locks: list[RunLock] = []
-
-    def take() -> int:
-        lock = stack.enter_context(folder.locked(limit))
-        locks.append(lock)
-        folder.identify()
-        for note in lock.notes:
-            say(f"note        {note}")
-        return 0
-
-    def check() -> None:
-        lost = locks[0].lost() if leader() else None
-        if from_leader(int(lost is not None)):
-            raise LockLost(lost or "another run has taken the run folder")
-
-    with ExitStack() as stack:
-        agreed(take)
-        yield check
 
 
 class Baseline(TypedDict):
@@ -224,8 +194,3 @@ def finished(run: Run, folder: RunFolder) -> bool:
             plot_loss(folder.metrics, folder.plot, **checkpoints.facts(step)["baseline"])
         print(f"{folder.path} is finished at step {step}; to start anew, name another --run-dir", file=sys.stderr)
     return bool(step)
-
-
-def checkpoint_bytes(run: Run) -> int:
-    """Return the bytes that a checkpoint takes at most: Orbax compresses."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.engine.abstract_logical()))

@@ -2,89 +2,50 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
-import jax
-
-from jaxdist.cluster import xla_options
-from jaxdist.cluster.consensus import check_alike, from_leader, leader, leader_first
+from jaxdist.cluster.consensus import check_alike, from_leader, leader
 from jaxdist.cluster.heartbeat import (
-    AWAITING,
     COMPILING,
-    READING,
     SAMPLING,
     SAVING,
-    STARTING,
     STEPPING,
     VALIDATING,
     WAITING,
 )
 from jaxdist.cluster.job import Job
-from jaxdist.cluster.preflight import check_folder
 from jaxdist.cluster.runtime import check_computes
-from jaxdist.config import NotFinite, RequestError
+from jaxdist.config import NotFinite
 from jaxdist.data.batches import Prefetch
-from jaxdist.mesh import REPLICA
 from jaxdist.process.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.request import to_toml
 from jaxdist.sharding import Tree
 from jaxdist.training import history
-from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.checkpoint.orbax_writer import SaveFailed
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.console import Screen
 from jaxdist.training.copies import check_named
-from jaxdist.training.data_progress import DataProgress
 from jaxdist.training.disk_errors import disk_error, one_sentence
-from jaxdist.training.entering import lost_step
 from jaxdist.training.forward.local_step import LocalStep
 from jaxdist.training.forward.step import Batch, Step, TrainState
 from jaxdist.training.meter import Diverged, Meter
 from jaxdist.training.metrics import Log, SilentLog
 from jaxdist.training.plots import plot_loss
+from jaxdist.training.preparing import Prepared, announce, prepare
 from jaxdist.training.profile import Profile
 from jaxdist.training.rounds import RoundRunner, round_until, rounds
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
-from jaxdist.training.run_facts import note_saved
 from jaxdist.training.run_lock import LockLost
 from jaxdist.training.samples import Samples
-from jaxdist.training.save_policy import SavePolicy, checkpoint_bytes, finished, locked
-from jaxdist.training.startup_checks import check_attention
+from jaxdist.training.save_policy import SavePolicy, finished
 from jaxdist.training.step_runner import StepRunner
-from jaxdist.training.summary import afterwards, beginning, folded, summary
-from jaxdist.weights.base import Base, NoBase, base_for
-from jaxdist.weights.pretrained import keep_files
-from jaxdist.weights.source import source_of
+from jaxdist.training.summary import afterwards
 
 RUNNERS: dict[type[Step], type[StepRunner] | type[RoundRunner]] = {LocalStep: RoundRunner}
 """What takes the steps that are programs of more than one kind."""
-
-
-class Prepared(NamedTuple):
-    """A run that may begin: nothing refuses it any more."""
-
-    checkpoints: Checkpoints
-    found: Found | None
-    """The step to resume from; None for the beginning."""
-    check_lock: Callable[[], None]
-    """Raises `LockLost` where another run has taken the folder."""
-    summary_begun: bool
-    """Whether the beginning of the summary was printed while data were read."""
-    samples: Samples | None
-    """What the run writes while it trains, if anything."""
-    base: Base | NoBase
-    """What stands beside the parameters that it saves."""
-
-    @property
-    def first(self) -> int:
-        """The number of steps that are already taken."""
-        return self.found.step if self.found else 0
 
 
 def train(run: Run, folder: RunFolder, job: Job) -> int:
@@ -105,70 +66,6 @@ def train(run: Run, folder: RunFolder, job: Job) -> int:
             return loop(run, folder, job, screen, prepared)
 
 
-@contextmanager
-def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[Prepared]:
-    """Do everything that can refuse the run, in order: data, lock, checkpoints, disk. Holds the lock and the mesh."""
-    # Nothing is written before the data are known to be there and to fit the model.
-    summary_begun = open_data(run, folder, job, screen)
-    check_alike("data", run.task.fingerprint, "let all processes read the same files")
-    config = run.config
-    samples = Samples(run) if config.sample.every else None
-    keep = config.checkpoint.keep
-    with ExitStack() as stack:
-        stack.enter_context(jax.set_mesh(run.mesh))
-        check_lock = stack.enter_context(locked(folder, config.fault.heartbeat_seconds, screen.say))
-        checkpoints = stack.enter_context(Checkpoints(folder.path, keep, config.checkpoint.keep_every))
-        # Only the holder of the lock writes into the folder.
-        job.note(STARTING)
-        job.log.open(folder.log, rotates=leader())
-        job.watchdog.beat_in(folder.heartbeats)
-
-        found = checkpoints.find_start(config.resume, expected=run.engine.abstract_logical)
-        facts = checkpoints.facts(found) if found else None
-        if facts:
-            folder.same_data(facts["data"], run.task.fingerprint)
-        else:
-            check_new(run)
-        job.note(READING)
-        base = base_for(config, facts, resumes=True)
-        check_folder(folder.checkpoints, checkpoint_bytes(run))
-
-        prepared = Prepared(checkpoints, found, check_lock, summary_begun, samples, base)
-        # Later steps will be taken, and saved, again.
-        checkpoints.set_aside(after=prepared.first)
-        if leader():
-            write_folder(run, folder, prepared)
-        yield prepared
-
-
-def check_new(run: Run) -> None:
-    """Raise `RequestError` for what only a run that is resumed may ask for."""
-    if run.split.size(REPLICA) > 1:
-        return
-    problems = run.split.crossing_traits.without_replicas(run.config.mesh)
-    if problems:
-        raise RequestError(*problems)
-
-
-def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
-    """Write how the run is made, and cut its metrics back to the step that it resumes from."""
-    notes = [*folder.notes, *lost_step(folder, prepared.first), *folder.cut_metrics(prepared.first, run.config)]
-    prepared.checkpoints.notes += notes
-    if prepared.samples and prepared.samples.note:
-        prepared.checkpoints.notes.append(f"sample.prompts: {prepared.samples.note}")
-    if prepared.found:
-        # An older jaxdist did not, and a kill may have come between the save and the note of it.
-        note_saved(folder.path, prepared.found.step)
-    else:
-        # Before config.toml, which says that a run began with these files.
-        keep_files(source_of(run.config.init_from).kept_files(), folder.path)
-    devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
-    xla = xla_options.settings(run.layout.platform, run.compiler_options)
-    folder.write(
-        run.config, run.task.tokenizer, run.task.special_tokens, devices, {"processes": jax.process_count()} | xla
-    )
-
-
 def loop(run: Run, folder: RunFolder, job: Job, screen: Screen, prepared: Prepared) -> int:
     """Train, and report what ends the run early. Returns the exit code."""
     log_of_process = Log if leader() else SilentLog
@@ -178,7 +75,12 @@ def loop(run: Run, folder: RunFolder, job: Job, screen: Screen, prepared: Prepar
         job.failing(log.pause),
     ):
         try:
-            return Trainer(run, folder, log, job, prepared).train()
+            announce(run, folder, prepared, log.say)
+            code = Trainer(run, folder, log, job, prepared).train()
+            if code == DONE:
+                for line in afterwards(run, folder):
+                    log.say(line)
+            return code
         except Diverged as error:
             # In all processes alike.
             log.say(f"stopped: {error}; {checkpoints.describe_latest()}")
@@ -191,36 +93,6 @@ def loop(run: Run, folder: RunFolder, job: Job, screen: Screen, prepared: Prepar
             job.give_up(f"stopped: {reason}; {where_it_resumes(folder)}")
             log.say(f"stopped: {reason}; {checkpoints.describe_latest()}")
         return FAILED
-
-
-def open_data(run: Run, folder: RunFolder, job: Job, screen: Screen) -> bool:
-    """Read, and at the first use tokenize, the data: the leader first, because the others find its files.
-
-    Returns whether that took so long that the summary was begun before it ended.
-    """
-    begun = False
-
-    def begin_summary() -> None:
-        nonlocal begun
-        begun = True
-        for line in beginning(run):
-            screen.say(line)
-
-    def note_reading() -> None:
-        job.note(READING)
-
-    def read() -> None:
-        note_reading()
-        run.open_data()
-
-    run.task.begun = folder.data_begun()
-    run.task.progress = DataProgress(note_reading, screen if leader() else None, begin_summary)
-    job.note(READING if leader() else AWAITING)
-    try:
-        leader_first("tokens", read)
-    finally:
-        screen.pause()
-    return begun
 
 
 def where_it_resumes(folder: RunFolder) -> str:
@@ -289,20 +161,11 @@ class Trainer:
         return DONE
 
     def start(self) -> TrainState:
-        """Print what is going to be run, and make or restore the state."""
+        """Make or restore the state."""
         found = self.prepared.found
-        resume = f"from the checkpoint of step {found.step}" if found else "from the beginning"
-        say = self.log.say
-        for line in folded(summary(self.run, self.folder.path, resume, self.prepared.summary_begun), sys.stderr):
-            say(line)
-        for note in self.checkpoints.notes:
-            say(note)
-        attention = check_attention(self.run)
-        if attention:
-            say(f"checked     {attention}")
         if found:
-            return self.save_policy.go_on(found, say)
-        return self.save_policy.begin(say)
+            return self.save_policy.go_on(found, self.log.say)
+        return self.save_policy.begin(self.log.say)
 
     def compile(self) -> None:
         """Compile the train step, and say how long that took.
@@ -406,7 +269,7 @@ class Trainer:
             self.save_policy.save(step, state)
 
     def finish(self) -> None:
-        """Compare the best validation loss with the baseline, draw the curve, and say what may come next."""
+        """Compare the best validation loss with the baseline, and draw the curve."""
         self.meter.flush()
         self.checkpoints.wait()
         baseline = self.save_policy.baseline
@@ -416,5 +279,3 @@ class Trainer:
         )
         if leader():
             plot_loss(self.folder.metrics, self.folder.plot, **baseline)
-        for line in afterwards(self.run, self.folder):
-            self.log.say(line)

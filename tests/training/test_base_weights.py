@@ -131,6 +131,6 @@ def test_new_adapters_are_made_without_a_base_beside_them():
     """Of all that an init draws, the compiled program keeps the adapters: no weight of the base is in its memory."""
     run = Run(config_of(LLAMA, Path("run")), batch=False)
     with jax.set_mesh(run.mesh):
-        compiled = jax.jit(run.draw_trained).lower(jax.random.key(0)).compile()
+        compiled = jax.jit(run.engine.draw_trained).lower(jax.random.key(0)).compile()
         base = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.engine.abstract_frozen()))
     assert compiled.memory_analysis().temp_size_in_bytes < base

@@ -17,9 +17,9 @@ import pytest
 from jaxdist.config import RequestError
 from jaxdist.planning import communication, hlo_text, memory
 from jaxdist.request import load
+from jaxdist.training.preparing import check_new
 from jaxdist.training.run import Run
 from jaxdist.training.step_runner import StepRunner, without_labels
-from jaxdist.training.trainer import check_new
 from tests.communication.reading import collectives
 from tests.tiers import exhaustive, thinned
 from tests.training.curves import lines

@@ -11,9 +11,9 @@ import pytest
 from jaxdist.config import RequestError
 from jaxdist.request import load
 from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training.preparing import check_new
 from jaxdist.training.run import Run
 from jaxdist.training.step_runner import StepRunner
-from jaxdist.training.trainer import check_new
 from tests.tiers import exhaustive
 from tests.training.curves import lines
 

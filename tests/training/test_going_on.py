@@ -13,7 +13,7 @@ import pytest
 
 from jaxdist.config import Config, RequestError
 from jaxdist.data.tokens import TokenWriter
-from jaxdist.training import trainer
+from jaxdist.training import preparing, trainer
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.save_policy import SavePolicy
@@ -70,8 +70,8 @@ def resume(tmp_path, monkeypatch):
         quiet = SimpleNamespace(open=lambda *_, **__: None, write=lambda *_: None)
         watchdog = SimpleNamespace(beat_in=lambda path: None)
         job = SimpleNamespace(log=quiet, stop=SimpleNamespace(), note=lambda *_: None, watchdog=watchdog)
-        monkeypatch.setattr(trainer, "Checkpoints", Kept(facts))
-        monkeypatch.setattr(trainer, "locked", lambda *_: contextlib.nullcontext(lambda: None))
+        monkeypatch.setattr(preparing, "Checkpoints", Kept(facts))
+        monkeypatch.setattr(preparing, "locked", lambda *_: contextlib.nullcontext(lambda: None))
         monkeypatch.setattr(trainer, "finished", lambda *_: False)
         trainer.train(run, folder, job)
 

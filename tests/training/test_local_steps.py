@@ -23,9 +23,9 @@ from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hlo import collectives
 from jaxdist.request import load
 from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training.preparing import check_new
 from jaxdist.training.rounds import RoundRunner, round_until, rounds
 from jaxdist.training.run import Run
-from jaxdist.training.trainer import check_new
 from tests.tiers import exhaustive, thinned
 from tests.training.conftest import over
 from tests.training.curves import lines

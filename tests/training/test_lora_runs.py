@@ -17,7 +17,6 @@ from jaxdist.request import load
 from jaxdist.sharding import named
 from jaxdist.training.checkpoint.stored_arrays import open_arrays
 from jaxdist.training.run import Run
-from jaxdist.training.save_policy import checkpoint_bytes
 from jaxdist.weights.base import base_for, base_of
 from jaxdist.weights.source import source_of
 from tests.training.conftest import over
@@ -84,7 +83,7 @@ def test_a_checkpoint_is_as_large_as_adapters_and_their_optimizer(beside):
     run = Run(load("run/config.toml", {}))
     with jax.set_mesh(run.mesh):
         adapters = sum(leaf.size for leaf in jax.tree.leaves(run.engine.abstract_logical().params))
-        assert 3 * 4 * adapters <= checkpoint_bytes(run) <= 3 * 4 * adapters + 32
+        assert 3 * 4 * adapters <= run.engine.checkpoint_bytes <= 3 * 4 * adapters + 32
 
 
 def test_the_listing_names_the_base_of_each_step(beside, capsys):

@@ -19,7 +19,7 @@ from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.config import Busy, RequestError
 from jaxdist.request.commandline import outcome
-from jaxdist.training import run_lock, save_policy
+from jaxdist.training import preparing, run_lock
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_lock import LockLost, RunLock
 from jaxdist.training.trainer import Trainer
@@ -383,13 +383,13 @@ def test_all_processes_raise_what_the_first_one_does(monkeypatch, kind):
 
 
 def test_all_processes_hear_that_the_lock_is_lost(folder, monkeypatch):
-    with save_policy.locked(folder, LIMIT, print) as check:
+    with preparing.locked(folder, LIMIT, print) as check:
         check()
         (folder.path / ".lock").unlink()
         with pytest.raises(LockLost, match="cannot be read any more"):
             check()
-        monkeypatch.setattr(save_policy, "leader", lambda: False)
-        monkeypatch.setattr(save_policy, "from_leader", lambda value: 1)  # as the leader has found it
+        monkeypatch.setattr(preparing, "leader", lambda: False)
+        monkeypatch.setattr(preparing, "from_leader", lambda value: 1)  # as the leader has found it
         with pytest.raises(LockLost):
             check()
 
@@ -399,7 +399,7 @@ def test_a_note_about_missing_locks_is_said_once(folder, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(run_lock.fcntl, "flock", none)
-    with save_policy.locked(folder, LIMIT, print):
+    with preparing.locked(folder, LIMIT, print):
         pass
     assert capsys.readouterr().out.count("is on a file system without locks (No locks available)") == 1
 
