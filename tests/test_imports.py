@@ -187,7 +187,6 @@ READ_AS_JSON = {
     "doctor.sites": "what processes tell each other",
     "training.copies": "what processes tell each other",
     "data.readers.json_lines": "lines of data, each bounded",
-    "data.multiple_choice": "lines of data, each bounded",
     "huggingface.safetensors_file": "the header of a file of weights, which has limits of its own",
     "planning.trace": "the profile that this process has just written, which is large",
     "bench.gpu": "what its own child has written",

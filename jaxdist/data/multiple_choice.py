@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
-from jaxdist.data.readers.json_lines import MARK
+from jaxdist.data.readers.json_lines import lines_of, value_of
 from jaxdist.data.readers.reader import reading
 from jaxdist.data.tokens import IGNORED
 from jaxdist.files.json_files import is_unicode
@@ -30,15 +30,6 @@ from jaxdist.output.units import counted, size
 
 EXAMPLE = '{"context": "The sky is", "choices": [" blue", " green"], "label": 0}'
 """A line of such a file."""
-
-
-def _number(digits: str) -> int | float:
-    """Return a whole number; one that is too long to be a label as a float, which no label is."""
-    return int(digits) if len(digits) <= 20 else float(digits)
-
-
-LINE = json.JSONDecoder(parse_int=_number)
-"""Reads a line. Python refuses a whole number of more than 4,300 digits."""
 
 SHOWN = 40
 """Characters of a wrong value that a sentence shows."""
@@ -122,10 +113,7 @@ def read_questions(path: Path) -> list[Question]:
             f"split it"
         )
     with reading(path), path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            line = line.removeprefix(MARK)
-            if not line.strip():
-                continue
+        for number, line in lines_of(file):
             try:
                 questions.append(_question(line, f"line {number} of --choices '{path}'")._replace(line=number))
             except RequestError as error:
@@ -312,15 +300,7 @@ def _laid_out(pairs: list[Encoded], sequence: int, questions: list[Question]) ->
 
 def _question(line: bytes, where: str) -> Question:
     """Return the question of a line. Raises `RequestError`."""
-    try:
-        row = LINE.decode(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{where} is not utf-8 text (byte {error.start + 1} of it); convert the file") from error
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg}, column {error.colno}"
-        raise RequestError(f"{where} is not JSON ({reason}); write a line such as {EXAMPLE}") from error
-    except RecursionError as error:
-        raise RequestError(f"{where} is nested too deeply; write a line such as {EXAMPLE}") from error
+    row = value_of(line, where, f"write a line such as {EXAMPLE}")
     wrong = next(_wrong(row), None)
     if wrong:
         raise RequestError(f"{where} {wrong}")

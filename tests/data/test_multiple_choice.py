@@ -45,7 +45,7 @@ def test_questions_are_read_in_order(write):
     ("line", "said"),
     [
         ("{", "is not JSON (Expecting property name enclosed in double quotes, column 2); write a line such as"),
-        ("[" * 99_999, "is nested too deeply; write a line such as"),
+        ("[" * 99_999, "is not JSON (its values are nested too deeply); write a line such as"),
         ('{"context": "a", "choices": ["a", "b"], "label": ' + "1" * 5000 + "}", "has the label Infinity; give the"),
         (ROW | {"label": list(range(99))}, "has the label [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1; give the number"),
         (b"\xff", "is not utf-8 text (byte 1 of it); convert the file"),

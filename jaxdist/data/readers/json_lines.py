@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from jaxdist.config import RequestError
-from jaxdist.data.readers.reader import Document, OpenFile, TextReader
+from jaxdist.data.readers.reader import Document, OnRead, OpenFile, TextReader, unseen
 from jaxdist.files.json_files import is_unicode
 
 MARK = b"\xef\xbb\xbf"
 """A byte-order mark, which some editors put at the start of a file; where files were joined it begins a later line."""
 
-LINE = json.JSONDecoder(parse_int=float)
-"""Reads a line. Python refuses a whole number of more than 4,300 digits, and no number is needed."""
+TEXT_ROW = 'write {"text": "..."} on each line'
+"""What to do about a line that is no JSON."""
 
-KINDS = {type(None): "null", bool: "true or false", float: "a number", str: "a text", list: "a list", dict: "an object"}
+KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number"}
+KINDS |= {str: "a text", list: "a list", dict: "an object"}
+"""What messages call the types of JSON."""
 
 ENDINGS = (".jsonl", ".ndjson")
 """Endings of JSON lines. A .json may hold them too, or anything else."""
@@ -31,31 +35,46 @@ NAMED = 5
 """Keys that a sentence names at most."""
 
 
+def _number(digits: str) -> int | float:
+    """Return a whole number. Python refuses one of more than 4,300 digits, and of that many none is needed."""
+    return int(digits) if len(digits) <= 20 else float(digits)
+
+
+LINE = json.JSONDecoder(parse_int=_number)
+
+
 def json_lines(opened: OpenFile) -> Iterator[Document]:
     """Yield a document per line, skipping blank lines and empty texts. Needs the memory of the longest line."""
-    for number, line in enumerate(opened.file, start=1):
-        opened.on_read(len(line))
-        line = line.removeprefix(MARK)
-        if not line.strip():
-            continue
+    for number, line in lines_of(opened.file, opened.on_read):
         text = _text_of_line(line, f"line {number} of '{opened.path}'")
         if text:
             yield Document(text, True)
 
 
-def _text_of_line(line: bytes, where: str) -> str:
-    """Return the "text" of a JSON line. Raises `RequestError` if there is none; `where` names the line."""
+def lines_of(file: BufferedReader, on_read: OnRead = unseen) -> Iterator[tuple[int, bytes]]:
+    """Yield the number, from 1, and the content of each line that is not blank."""
+    for number, line in enumerate(file, start=1):
+        on_read(len(line))
+        line = line.removeprefix(MARK)
+        if line.strip():
+            yield number, line
+
+
+def value_of(line: bytes, where: str, remedy: str) -> Any:
+    """Return the value of a JSON line. Raises `RequestError` if it has none; `where` names the line."""
     try:
-        row = LINE.decode(line.decode("utf-8"))
+        return LINE.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RequestError(f"{where} is not utf-8 text (byte {error.start + 1} of it); convert the file") from error
     except json.JSONDecodeError as error:
-        reason = f"{error.msg}, column {error.colno}"
-        raise RequestError(f'{where} is not JSON ({reason}); write {{"text": "..."}} on each line') from error
+        raise RequestError(f"{where} is not JSON ({error.msg}, column {error.colno}); {remedy}") from error
     except RecursionError as error:
-        raise RequestError(
-            f'{where} is not JSON (its values are nested too deeply); write {{"text": "..."}} on each line'
-        ) from error
+        raise RequestError(f"{where} is not JSON (its values are nested too deeply); {remedy}") from error
+
+
+def _text_of_line(line: bytes, where: str) -> str:
+    """Return the "text" of a JSON line. Raises `RequestError` if there is none."""
+    row = value_of(line, where, TEXT_ROW)
     if not isinstance(row, dict):
         raise RequestError(f'{where} has {KINDS[type(row)]}; write an object with a string "text" on each line')
     if "text" not in row:
