@@ -129,8 +129,8 @@ def lines(measured: Mapping[str, Any]) -> list[str]:
 
 def _table(measured: Mapping[str, Any]) -> list[str]:
     """Return a table with a line for each collective and axis."""
+    from jaxdist.output.tables import table
     from jaxdist.output.units import size
-    from jaxdist.planning.tables import table
 
     if not measured["collectives"]:
         return []

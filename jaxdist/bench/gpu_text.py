@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxdist.bench.gpu_parts import PARTS_OF_A_STEP, gap
 from jaxdist.config import ModelConfig
+from jaxdist.output.tables import table
 from jaxdist.output.units import size
-from jaxdist.planning.tables import table
 from jaxdist.planning.timing import mfu
 
 WIDTH = 120

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxdist.output.tables import table
 from jaxdist.output.units import counted, size
-from jaxdist.planning.tables import table
 
 WIDTH = 120
 

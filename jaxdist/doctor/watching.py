@@ -11,7 +11,7 @@ from jaxdist.cluster import heartbeat
 from jaxdist.cluster.heartbeat import Heartbeat
 from jaxdist.config import RequestError
 from jaxdist.output import units
-from jaxdist.planning.tables import table
+from jaxdist.output.tables import table
 from jaxdist.process.exit_codes import OUTCOMES
 from jaxdist.training.run_dir import RunFolder
 

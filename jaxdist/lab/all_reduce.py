@@ -17,7 +17,7 @@ from jaxdist.lab.reductions.checks import NOISE, SIZES, WHAT, fits, orders, righ
 from jaxdist.lab.reductions.execute import Run, study
 from jaxdist.lab.reductions.orders import ORDERS, Fit
 from jaxdist.lab.reductions.picture import draw
-from jaxdist.planning.tables import table
+from jaxdist.output.tables import table
 
 
 def lecture() -> dict[str, str]:

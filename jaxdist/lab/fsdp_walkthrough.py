@@ -38,11 +38,11 @@ from jaxdist.lab.two_layers import (
     update,
     verdict,
 )
+from jaxdist.output.tables import table
 from jaxdist.parallel import zero
 from jaxdist.parallel.placement import Placement
 from jaxdist.parallel.placing import ZeroOptions, placements
 from jaxdist.planning.hlo import collectives
-from jaxdist.planning.tables import table
 from jaxdist.sharding import Layout
 
 DEVICES = 4

@@ -27,7 +27,7 @@ from jaxdist.lab.two_layers import (
     update,
     verdict,
 )
-from jaxdist.planning.tables import table
+from jaxdist.output.tables import table
 
 
 def in_phases(recorder: Recorder) -> Outcome:

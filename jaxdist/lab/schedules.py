@@ -13,13 +13,13 @@ from typing import Any
 from jaxdist.config import RequestError
 from jaxdist.config.pipeline import SCHEDULES as TRAITS
 from jaxdist.config.pipeline import Traits
+from jaxdist.output.tables import table
 from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.formulas import free_bubble, in_flight, lockstep_bubble
 from jaxdist.parallel.pipeline.schedules import SCHEDULES, Schedule, make
 from jaxdist.parallel.pipeline.simulate import Bubble, Times, bubble, peak_in_flight
 from jaxdist.parallel.pipeline.table import Table, make_table
 from jaxdist.parallel.pipeline.validate import check_schedule, check_table
-from jaxdist.planning.tables import table
 
 # As in figure 1 of Qi et al. 2024: a backward pass takes twice as long as a forward pass, half of it for the weights.
 # They are fractions, so that sums are exact.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxdist.planning.tables import table
+from jaxdist.output.tables import table
 
 ROWS = 12
 WIDTH = 4

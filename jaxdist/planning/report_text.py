@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from jaxdist.mesh import REPLICA, describe
+from jaxdist.output.tables import table
 from jaxdist.output.units import counted, size
 from jaxdist.planning import model_report, overlap
 from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.compared import Row
 from jaxdist.planning.report import OuterReport, Report
-from jaxdist.planning.tables import table
 from jaxdist.sharding import SEQUENCE
 
 BAR = 60

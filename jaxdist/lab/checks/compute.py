@@ -15,9 +15,9 @@ from jaxdist.lab import pictures
 from jaxdist.lab.checks.memory import GPT3
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
+from jaxdist.output.tables import table
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS, Gpu
-from jaxdist.planning.tables import table
 from jaxdist.planning.timing import flops_per_token
 
 YEAR = 365.25 * 24 * 3600

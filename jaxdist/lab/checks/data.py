@@ -19,7 +19,7 @@ from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
 from jaxdist.lab.phases import cpu_mesh
 from jaxdist.models import Params
-from jaxdist.planning.tables import table
+from jaxdist.output.tables import table
 from jaxdist.training.run import Run
 
 SAMPLES = 96

@@ -14,7 +14,7 @@ from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
 from jaxdist.lab.phases import cpu_mesh
 from jaxdist.models.experts import Experts
-from jaxdist.planning.tables import table
+from jaxdist.output.tables import table
 from jaxdist.sharding import Layout
 
 TOKENS = 1024

@@ -8,7 +8,7 @@ from jaxdist.lab import ring
 from jaxdist.lab.checks.pipelines import formula
 from jaxdist.lab.claim import Check, Outcome
 from jaxdist.mesh.context import WIDE, ring_bytes, zigzag
-from jaxdist.planning.tables import table
+from jaxdist.output.tables import table
 
 PARITY = 1e-5
 """How far the result may be from that of attention on one device."""

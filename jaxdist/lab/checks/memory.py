@@ -19,8 +19,8 @@ from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
 from jaxdist.lab.phases import cpu_mesh
 from jaxdist.mesh.split import compute_width
+from jaxdist.output.tables import table
 from jaxdist.planning import memory
-from jaxdist.planning.tables import table
 from jaxdist.training.run import Run
 
 GB = 10**9

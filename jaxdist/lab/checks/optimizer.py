@@ -10,7 +10,7 @@ import numpy as np
 from jaxdist.config import OptimizerConfig
 from jaxdist.config.optimizer import Role
 from jaxdist.lab.claim import Check, Outcome
-from jaxdist.planning.tables import table
+from jaxdist.output.tables import table
 from jaxdist.training.forward.optimizer import optimizer
 
 STEPS = 10

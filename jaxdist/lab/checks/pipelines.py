@@ -21,13 +21,13 @@ from jaxdist.lab.claims import within
 from jaxdist.lab.schedules import TIMES
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split
+from jaxdist.output.tables import table
 from jaxdist.output.units import size
 from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.schedules import Schedule, make
 from jaxdist.parallel.pipeline.simulate import bubble
 from jaxdist.planning import communication, pipelines
 from jaxdist.planning.sharded_model import ShardedModel
-from jaxdist.planning.tables import table
 from jaxdist.sharding import Layout
 
 STAGES = (1, 2, 3, 4, 8)

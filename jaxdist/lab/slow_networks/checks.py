@@ -13,8 +13,8 @@ from jaxdist.lab.claim import Check, Outcome
 from jaxdist.lab.claims import within
 from jaxdist.lab.reductions.checks import gradient_bytes
 from jaxdist.lab.slow_networks import byte_model, compressed, picture, replicas, server, timeline, top_k
+from jaxdist.output.tables import table
 from jaxdist.parallel.crossing.codes import BLOCK, LARGEST_OF, SCALE
-from jaxdist.planning.tables import table
 
 WORKERS = (2, 6)
 """Numbers of workers of a parameter server, K; they divide the rows."""

@@ -10,6 +10,7 @@ from typing import Any
 from jaxdist.config import Config, leaves
 from jaxdist.mesh import DATA, PIPELINE, crossing
 from jaxdist.models import Model, active_parameters, parameters
+from jaxdist.output.tables import table
 from jaxdist.output.units import size
 from jaxdist.planning import clusters, collective_time, context_report, layout_notes, transfer_time
 from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
@@ -31,7 +32,6 @@ from jaxdist.planning.search.estimate import (
 from jaxdist.planning.search.plan import Plan
 from jaxdist.planning.search.questions import alone
 from jaxdist.planning.search.reasons import reason
-from jaxdist.planning.tables import table
 from jaxdist.planning.timing import in_window
 from jaxdist.planning.transfer_time import merge_calls, seconds
 
