@@ -21,7 +21,9 @@ of 64."""
 
 
 def assumption(m: ModelConfig) -> str:
-    """Return what predictions of time assume of the router of `m`, in a sentence."""
+    """Return what predictions of time assume of the router of `m`, in a sentence; empty without one."""
+    if not m.traits.routed:
+        return ""
     return (
         f"the experts are taken to be balanced: on each device the longest of the {m.experts} queues has {IMBALANCE:g} "
         f"times the mean, and a router that is less balanced takes further rounds"

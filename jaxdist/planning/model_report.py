@@ -53,8 +53,9 @@ def model_size(config: ModelConfig, model: Model | Foreign) -> str:
     """Return the number of parameters, those that a token goes through if not all, and those that are trained."""
     count = parameters(model)
     text = f"{count:,} parameters"
-    if config.traits.routed and isinstance(model, Model):
-        text += f", {active_parameters(model, config):,} of them active for a token"
+    active = active_parameters(model, config) if isinstance(model, Model) else count
+    if active < count:
+        text += f", {active:,} of them active for a token"
     if config.frozen:
         beside = all_trained_beside(config)
         text += (

@@ -58,7 +58,7 @@ from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.predicted_collectives import F32, Transfer
 from jaxdist.planning.runs import Step
-from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, attention_seconds
+from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, attention_seconds, runs_by_matmuls
 from jaxdist.planning.search.products import layer_products, matmul_rate
 from jaxdist.planning.search.traffic_time import communication as communication_seconds
 from jaxdist.planning.sharded_model import ShardedModel
@@ -163,15 +163,24 @@ class Estimate:
     @property
     def attention(self) -> Choice | None:
         """How attention runs over `context`, and why; None where that axis is 1."""
-        if self.shape[CONTEXT] == 1:
-            return None
-        return self.split.attention
+        return self.split.attention if self.split.row_parts > 1 else None
 
     def sent(self, part: str) -> float:
         """Return the bytes that a device sends per step for a part of it: for `data`, weights and gradients."""
         each_step = sum(transfer.wire_bytes for transfer in self.transfers if purpose(transfer) == part)
         of_round = sum(transfer.wire_bytes for transfer in self.outer if purpose(transfer) == part)
         return each_step + of_round / crossing.asked(self.config).every
+
+    @property
+    def formulas(self) -> dict[str, str]:
+        """How the seconds of each part are computed."""
+        found = dict(FORMULAS)
+        if self.config.model.traits.routed:
+            found["arithmetic"] += EXPERT_FORMULA
+        if runs_by_matmuls(self.config, self.cluster, self.split.ring):
+            found["arithmetic"] += MASKED_FORMULA
+        found[DATA] += crossing.asked(self.config).formula
+        return found
 
     def share(self, part: str) -> float:
         """Return the share of the step's time that a part of it takes."""

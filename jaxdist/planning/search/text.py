@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Any
 
 from jaxdist.config import Config, leaves
-from jaxdist.mesh import DATA, PIPELINE, crossing
+from jaxdist.mesh import PIPELINE, crossing
 from jaxdist.models import Model, active_parameters, parameters
 from jaxdist.output.tables import table
 from jaxdist.output.units import size
@@ -19,16 +19,8 @@ from jaxdist.planning.expert_rows import assumption
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.model_report import model_size
 from jaxdist.planning.search import slow_link
-from jaxdist.planning.search.attention_time import runs_by_matmuls
 from jaxdist.planning.search.candidates import MESH
-from jaxdist.planning.search.estimate import (
-    EXPERT_FORMULA,
-    FORMULAS,
-    MASKED_FORMULA,
-    Estimate,
-    label,
-    sharded_model,
-)
+from jaxdist.planning.search.estimate import Estimate, label, sharded_model
 from jaxdist.planning.search.plan import Plan
 from jaxdist.planning.search.questions import alone
 from jaxdist.planning.search.reasons import reason
@@ -82,8 +74,9 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     yield from ranking(plan)
     yield ""
     yield f"chosen      {reason(plan)}"
-    if plan.config.model.traits.routed:
-        yield f"assumed     {assumption(plan.config.model)}"
+    assumed = assumption(plan.config.model)
+    if assumed:
+        yield f"assumed     {assumed}"
     changed = slow_link.sentence(plan)
     if changed:
         yield f"loss        {changed}"
@@ -254,12 +247,7 @@ def why(plan: Plan) -> Iterator[str]:
         yield how_to_calibrate(plan.devices)
     yield f"{label(first)} on {plan.cluster.name}"
     yield ""
-    formulas_of_parts = dict(FORMULAS)
-    if plan.config.model.traits.routed:
-        formulas_of_parts["arithmetic"] += EXPERT_FORMULA
-    if runs_by_matmuls(first.config, plan.cluster, bool(first.attention and first.attention.form == "ring")):
-        formulas_of_parts["arithmetic"] += MASKED_FORMULA
-    formulas_of_parts[DATA] += crossing.asked(first.config).formula
+    formulas_of_parts = first.formulas
     yield from table([(part, f"{count:.4g} s", formulas_of_parts[part]) for part, count in first.parts.items()])
     yield ""
     held = first.memory.persistent | first.memory.transient
@@ -351,9 +339,8 @@ def run_time(plan: Plan) -> str:
     Of a model with experts, the parameters that count are those that a token goes through.
     """
     first = plan.ranked[0]
-    routed = plan.config.model.traits.routed
-    count = active_parameters(plan.model, plan.config.model) if routed else parameters(plan.model)
-    each = "active parameter" if routed else "parameter"
+    count = active_parameters(plan.model, plan.config.model)
+    each = "active parameter" if count < parameters(plan.model) else "parameter"
     hours = OPTIMAL * count / first.tokens_per_second / 3600
     duration = f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:,.1f} hours"
     about = "" if calibrated(plan.cluster) else "~"
@@ -376,7 +363,7 @@ def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]], r
         "devices": plan.devices,
         "candidates": len(plan.rough_memory),
         "rejected": dict(plan.rejected),
-        "assumed": assumption(plan.config.model) if plan.config.model.traits.routed else None,
+        "assumed": assumption(plan.config.model) or None,
         "loss": slow_link.sentence(plan) or None,
         "exact": _json(plan.exact.ranked[0], base) if crossing.asked(plan.config).name else None,
         "slow_link": slow_link.advice(plan, cheaper) or None,
