@@ -108,19 +108,19 @@ def ring_bytes(elements: int, ranks: int, width: int) -> int:
     return (sent.forward + sent.backward + sent.home) * width + sent.sums * WIDE
 
 
-def ulysses_elements(tokens: int, heads: Heads, ranks: int) -> int:
-    """Return the elements that a device exchanges for its `tokens` in one pass of a layer, for Ulysses.
+def ulysses_elements(heads: Heads, ranks: int) -> int:
+    """Return the elements that a device exchanges for each of its tokens in one pass of a layer, for Ulysses.
 
     Queries, keys and values go out, and the result comes back; in the backward pass their gradients do the opposite.
     A device keeps 1 / `ranks` of them for itself.
     """
     sent = heads.query + repeated_heads(heads.key_value, ranks)
-    return tokens * sent * (heads.key_size + heads.value_size)
+    return sent * (heads.key_size + heads.value_size)
 
 
-def ulysses_bytes(tokens: int, heads: Heads, ranks: int, width: int) -> int:
-    """Return the bytes that a device sends for its `tokens` in both passes of a layer, for Ulysses."""
-    return 2 * ulysses_elements(tokens, heads, ranks) * width * (ranks - 1) // ranks
+def ulysses_bytes(heads: Heads, ranks: int, width: int) -> int:
+    """Return the bytes that a device sends for each of its tokens in both passes of a layer, for Ulysses."""
+    return 2 * ulysses_elements(heads, ranks) * width * (ranks - 1) // ranks
 
 
 class Choice(NamedTuple):

@@ -6,15 +6,15 @@ The functions take numbers or numpy arrays: the search asks them for many meshes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from jaxdist.config import Config, ModelConfig, compute_dtype
 from jaxdist.config.matmuls import head_sizes_of
-from jaxdist.mesh import BATCH_AXES, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES
-from jaxdist.mesh.context import WIDE, Choice, Form, Heads, ring_bytes, ulysses_bytes
+from jaxdist.mesh import BATCH_AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES
+from jaxdist.mesh.context import SHORTEST_PART, WIDE, Choice, Form, Heads, ring_bytes, ulysses_bytes, ulysses_elements
 from jaxdist.mesh.crossing import CrossingTraits, asked
 
 if TYPE_CHECKING:
@@ -89,6 +89,20 @@ class Split:
         """Return the split of the configuration with these values of knobs over the same mesh."""
         return replace(self, config=self.config.with_knobs(values))
 
+    def grown(self, times: int) -> Iterator[tuple[str, Split]]:
+        """Yield (axis, split over `times` as many devices) for each axis that can use them; the simplest change first.
+
+        More stages of a pipeline are not among them.
+        """
+        model = self.config.model
+        axes = [DATA]
+        if model.traits.routed:
+            axes.append(EXPERT)
+        if model.sequence >= SHORTEST_PART * self.row_parts * times:
+            axes.append(CONTEXT)
+        for axis in (*axes, MODEL):
+            yield axis, self.on(**{axis: self.size(axis) * times})
+
     @property
     def pipelined(self) -> bool:
         """Whether the layers are stages of a pipeline."""
@@ -157,6 +171,11 @@ class Split:
         """The heads that one rank of the model axis has in use."""
         ways = self.size(MODEL) if self.config.parallel.rules.heads else 1
         return heads_of(self.config.model, ways)
+
+    @property
+    def exchanged(self) -> int:
+        """The elements of each token that a device exchanges in a pass of attention for Ulysses."""
+        return ulysses_elements(self.heads, self.row_parts)
 
     @property
     def width(self) -> int:
@@ -239,7 +258,7 @@ def _choice(split: Split) -> Choice:
     ring = ring_bytes(heads.keys_and_values, ranks, split.width)
     ulysses = None
     if heads.query % ranks == 0:
-        ulysses = ulysses_bytes(1, heads, ranks, split.width)
+        ulysses = ulysses_bytes(heads, ranks, split.width)
     asked = config.parallel.context
 
     def chosen(form: Form, why: str) -> Choice:

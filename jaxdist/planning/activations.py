@@ -70,7 +70,7 @@ def _widths(m: ModelConfig, layout: Layout) -> _Widths:
     heads = _own_size(layout, "N", m.heads)
     exchanged = 0
     if layout.parts(SEQUENCE) > 1 and not layout.zigzag:
-        exchanged = ulysses_elements(1, heads_of(m, layout.parts("heads")), layout.parts(SEQUENCE))
+        exchanged = ulysses_elements(heads_of(m, layout.parts("heads")), layout.parts(SEQUENCE))
     return _Widths(
         residual=_own_size(layout, STREAM, m.embed),
         heads=heads,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from jaxdist.mesh import CONTEXT
 from jaxdist.planning.context_traffic import KEYS, STARTS
 from jaxdist.planning.expert_traffic import ROWS
 from jaxdist.planning.habit import PREDICTED, Habit
@@ -22,7 +21,7 @@ from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, REDUC
 from jaxdist.planning.runs import Step
 from jaxdist.planning.stream_traffic import BETWEEN_STAGES, LOOKED_UP, LOOKED_UP_POSITIONS
 from jaxdist.planning.weight_traffic import GRADIENTS, WEIGHTS
-from jaxdist.sharding import Layout
+from jaxdist.sharding import SEQUENCE, Layout
 
 
 class Sent(NamedTuple):
@@ -159,7 +158,7 @@ def _keys_of_all_steps(sent: Sent) -> Count:
     """Return the calls where the backward pass sends all keys and values that its recomputation needs."""
     if sent.transfer.what != KEYS:
         return sent.transfer.calls
-    steps = sent.step.layout.size(CONTEXT) - 1
+    steps = sent.step.layout.parts(SEQUENCE) - 1
     return sent.transfer.calls - 2 * steps * _repeats_of_attention(sent.step)
 
 

@@ -118,17 +118,10 @@ def _experts_for_tensors(sharded: ShardedModel, room: float) -> list[str]:
 def _larger_mesh(sharded: ShardedModel, room: float) -> list[str]:
     """Return the first larger mesh on which the step fits, fewest devices first; only one axis grows."""
     split = sharded.split
-    sizes = split.config.model
     times = 2
     while times <= WIDEST:
-        # The simpler change comes first.
-        axes = [DATA, MODEL]
-        if sizes.sequence >= SHORTEST_PART * split.size(CONTEXT) * times:
-            axes.insert(1, CONTEXT)
-        if sizes.traits.routed:
-            axes.insert(1, EXPERT)
-        for axis in axes:
-            found = _on_mesh(sharded, split.on(**{axis: split.size(axis) * times}), room)
+        for _, grown in split.grown(times):
+            found = _on_mesh(sharded, grown, room)
             if found:
                 return found
         times *= 2

@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from jaxdist.config import Config, ModelConfig
 from jaxdist.config.stacks import stacks_of
-from jaxdist.mesh import CONTEXT, PIPELINE
-from jaxdist.mesh.context import ulysses_elements
+from jaxdist.mesh import PIPELINE
 from jaxdist.mesh.split import Split
 from jaxdist.models.loss import chunk_length
 from jaxdist.planning.frozen import WHOLE_BLOCK
@@ -215,7 +214,7 @@ class Step:
             ticks = {"F": pipe.ticks("F"), "H": pipe.ticks("H"), "B": pipe.ticks("B"), "W": pipe.ticks(weights)}
             own = 1.0 if schedule.uniform else schedule.micro_batches * schedule.virtual / ticks["F"]
             runs = in_ticks(ticks, pipe.stages.depth, again, pipe.stages.virtual, schedule.split, pipe.flush, own)
-        exchanged = ulysses_elements(1, split.heads, split.size(CONTEXT))
+        exchanged = split.exchanged
         losses = split.length // length
         return cls(split, sharded.layout, runs, split.tokens, losses, exchanged, split.saved != "none", pipe)
 

@@ -100,6 +100,16 @@ def context_sizes(config: Config, devices: int) -> list[int]:
     return [size for size in divisors(devices) if size == 1 or (size <= most and sequence % (2 * size) == 0)]
 
 
+def why_not_planned(split: Split) -> str:
+    """Return why a mesh is no candidate although the model divides over it; empty where it may be one."""
+    if split.row_parts == 1 or split.length >= SHORTEST_PART:
+        return ""
+    return (
+        f"a device would have {split.length:,} tokens of a row, and the model of time knows parts of "
+        f"{SHORTEST_PART:,} tokens or more; ask for a smaller {CONTEXT}"
+    )
+
+
 def problems(config: Config, shape: MeshShape) -> list[str]:
     """Return why the model does not divide over a mesh, whatever the batch; empty if it does."""
     return _mesh_problems(neutral_config(config), shape)

@@ -8,23 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import (
-    BATCH_AXES,
-    CONTEXT,
-    DATA,
-    EXPERT,
-    MODEL,
-    PIPELINE,
-    REPLICA,
-    MeshShape,
-    describe,
-    fill,
-    parse_mesh,
-)
-from jaxdist.mesh.context import SHORTEST_PART
+from jaxdist.mesh import BATCH_AXES, DATA, PIPELINE, REPLICA, SEQUENCE_AXES, MeshShape, describe, fill, parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.output import units
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.search.candidates import MESH, problems
+from jaxdist.planning.search.candidates import MESH, problems, why_not_planned
 from jaxdist.planning.search.estimate import Estimate, label
 from jaxdist.planning.search.plan import BLOCK, ROOM, TIE, Plan, complexity, search
 
@@ -42,18 +30,15 @@ def why_not(plan: Plan, mesh: str) -> str:
     if found:
         return f"{mesh} is not possible: " + "; ".join(found)
     rows = rows_of(plan, shape)
-    if not len(rows) and shape[DATA] * shape[EXPERT] == 1 < shape[REPLICA]:
+    ranks = math.prod(shape[axis] for axis in BATCH_AXES)
+    if not len(rows) and ranks == shape[REPLICA] > 1:
         plain = f"{DATA}={shape[REPLICA]}"
         return f"{mesh} is not possible: with nothing sharded, replicas are plain data parallelism; ask for {plain}"
-    if not len(rows) and shape[CONTEXT] > 1 and plan.config.model.sequence < SHORTEST_PART * shape[CONTEXT]:
-        part = plan.config.model.sequence // shape[CONTEXT]
-        return (
-            f"{mesh} is not planned: a device would have {part:,} tokens of a row, and the model of time knows parts "
-            f"of {SHORTEST_PART:,} tokens or more; ask for a smaller {CONTEXT}"
-        )
+    not_planned = why_not_planned(Split(plan.config, shape))
+    if not len(rows) and not_planned:
+        return f"{mesh} is not planned: {not_planned}"
     if not len(rows):
         batch = plan.config.train.global_batch_size
-        ranks = math.prod(shape[axis] for axis in BATCH_AXES)
         return f"{mesh} is not possible: {ranks} data ranks do not share {batch} rows evenly"
     # Predicted anew: the search may have predicted none of this mesh.
     candidate = _fastest(plan, rows)
@@ -94,17 +79,13 @@ def alone(plan: Plan) -> list[tuple[str, Estimate | str]]:
     Where nothing fits, that is the candidate with the least memory.
     """
     found: list[tuple[str, Estimate | str]] = []
-    axes = [DATA, MODEL, PIPELINE]
-    if plan.config.model.traits.routed:
-        axes.insert(1, EXPERT)
-    if len(rows_of(plan, dict.fromkeys(plan.ranked[0].shape, 1) | {CONTEXT: plan.devices})):
-        axes.insert(-2, CONTEXT)
-    for axis in axes:
-        shape = dict.fromkeys(plan.ranked[0].shape, 1) | {axis: plan.devices}
+    one = dict.fromkeys(plan.ranked[0].shape, 1)
+    for axis in (*dict(Split(plan.config, one).grown(plan.devices)), PIPELINE):
+        shape = one | {axis: plan.devices}
         rows = rows_of(plan, shape)
         if len(rows):
             found.append((axis, _fastest(plan, rows) or smallest(plan, rows)))
-        else:
+        elif axis not in SEQUENCE_AXES:
             config = plan.config.with_knobs({"mesh": f"{axis}={plan.devices}"})
             found.append((axis, "; ".join(problems(config, shape)) or "the batch does not divide"))
     return found

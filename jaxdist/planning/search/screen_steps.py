@@ -147,7 +147,7 @@ class Steps(Sizes):
 
         def of(model: int, context: int) -> float:
             heads = Split(self.config, {MODEL: model}).heads
-            return ulysses_elements(1, heads, context)
+            return ulysses_elements(heads, context)
 
         return map_distinct(of, self.columns[MODEL], self.columns[CONTEXT])
 
