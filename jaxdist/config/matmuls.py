@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -194,14 +196,16 @@ def sizes_of(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def matmuls_of(config: ModelConfig) -> dict[str, Matmul]:
+# A search asks for the matmuls and the heads of a few models, thousands of times.
+@lru_cache(maxsize=64)
+def matmuls_of(config: ModelConfig) -> Mapping[str, Matmul]:
     """Return the weights of a layer that multiply tokens, by their paths, in the order in which a token meets them.
 
     `config` is that of a stack, whose layers have the same (`stacks_of`).
     """
     assert not config.traits.forms, "layers of several forms have several tables"
     rows = [*_attention(config), *(_experts(config) if config.traits.routed else _mlp(config))]
-    return {row.path: row for row in rows}
+    return MappingProxyType({row.path: row for row in rows})
 
 
 class HeadSizes(NamedTuple):
@@ -213,6 +217,7 @@ class HeadSizes(NamedTuple):
     """Of a value, and so of what a query finds."""
 
 
+@lru_cache(maxsize=64)
 def head_sizes_of(config: ModelConfig) -> HeadSizes:
     """Return the sizes of heads that the weights of attention make."""
     sizes = {}

@@ -6,6 +6,8 @@ How long the queues get depends on the router, so that a prediction has to assum
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from jaxdist.config import ModelConfig
@@ -47,22 +49,19 @@ def padding(m: ModelConfig, tokens: float) -> float:
     return first_round(m, tokens) / (m.experts_per_token * tokens)
 
 
-def further_rounds(m: ModelConfig, tokens: float) -> int:
-    """Return how many rounds follow the first one, under the assumed `IMBALANCE`."""
-    first, further = rounds(m, tokens)
-    longest = IMBALANCE * tokens * m.experts_per_token / m.experts
-    return int(np.ceil(max(0.0, longest - first) / further))
-
-
 def all_rounds(m: ModelConfig, tokens: Numbers) -> tuple[Numbers, Numbers, Numbers]:
     """Return (rows of a queue in the first round, further rounds, rows of a queue in each of these).
 
-    Each is a number, or an array of the shape of `tokens`.
+    Each is a number, or an array of the shape of `tokens`. The longest queue has the assumed `IMBALANCE`.
     """
-    counts, kinds = np.unique(tokens, return_inverse=True)
-    found = [(rounds(m, count).first, further_rounds(m, count), rounds(m, count).further) for count in counts]
-    first, times, further = np.array(found, float).reshape(-1, 3).T[:, kinds].reshape(3, *np.shape(tokens))
-    return first, times, further
+    if np.ndim(tokens):
+        counts, kinds = np.unique(tokens, return_inverse=True)
+        found = np.array([all_rounds(m, count) for count in counts.tolist()], float).reshape(-1, 3)
+        first, times, further = found.T[:, kinds]
+        return first, times, further
+    first, further = rounds(m, tokens)
+    longest = IMBALANCE * tokens * m.experts_per_token / m.experts
+    return first, math.ceil(max(0.0, longest - first) / further), further
 
 
 def rows_of_queue(m: ModelConfig, tokens: Numbers) -> Numbers:

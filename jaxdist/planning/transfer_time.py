@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import prod
 
 import numpy as np
@@ -26,18 +26,19 @@ def merge_calls(transfers: Iterable[Transfer]) -> list[Transfer]:
 
     XLA combines collectives of any kind but all-to-all, of which each parameter has its own.
     """
-    merged: dict[tuple, Transfer] = {}
+    alike: dict[tuple, list[Transfer]] = {}
     for transfer in transfers:
         key = (transfer.axes, transfer.kind, transfer.what, transfer.width)
-        other = merged.get(key)
-        if other is not None:
-            if transfer.kind == ALL_TO_ALL:
-                calls = transfer.calls + other.calls
-            else:
-                calls = np.maximum(transfer.calls, other.calls)
-            transfer = replace(transfer, calls=calls, elements=transfer.elements + other.elements)
-        merged[key] = transfer
-    return list(merged.values())
+        alike.setdefault(key, []).append(transfer)
+    return [one if not others else _merged([one, *others]) for one, *others in alike.values()]
+
+
+def _merged(transfers: list[Transfer]) -> Transfer:
+    """Return transfers of one kind as one."""
+    first = transfers[0]
+    all_calls = [transfer.calls for transfer in transfers]
+    calls = sum(all_calls) if first.kind == ALL_TO_ALL else reduce(np.maximum, all_calls)
+    return replace(first, calls=calls, elements=sum(transfer.elements for transfer in transfers))
 
 
 def seconds(transfer: Transfer, shape: Mapping[str, Numbers], cluster: Cluster) -> Numbers:

@@ -209,7 +209,7 @@ class Step:
     def layer(self, backward: bool) -> float:
         """Seconds of one layer and micro-batch."""
         layout = ours.layout_of(Split(self.config, self.shape), self.cluster)
-        times = ours.stage_times(self.config, layout, 1, self.tokens, self.cluster)
+        times = ours.times_of_layer(self.config, layout, self.tokens, self.cluster)
         took = (times.F, times.B)[backward] + self.attention()[backward]
         size, inside = 2 * self.tokens * self.row.hidden, min(self.t, self.cluster.per_host)
         time = lambda kind: float(collective_time.seconds(kind, size, self.t, inside, self.cluster))

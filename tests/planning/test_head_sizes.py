@@ -31,6 +31,23 @@ def rows(config):
     yield Matmul("attention.out", "NUD", "NU", (Part("o_proj", "D"),), sizes)
 
 
+@pytest.fixture
+def other_table(monkeypatch):
+    """A function that puts `rows` into the place of the rows of attention."""
+    tables = (matmuls.matmuls_of, matmuls.head_sizes_of, activations._widths)
+
+    def forget():
+        for table in tables:
+            table.cache_clear()
+
+    def put():
+        forget()
+        monkeypatch.setattr(matmuls, "_attention", rows)
+
+    yield put
+    forget()
+
+
 def layout_of(form: str) -> Layout:
     rules = (("batch", ("data",)), ("sequence", ("context",)), ("residual", ("context",)))
     return Layout((("context", 2),), "cpu", rules, zigzag=form == "ring")
@@ -44,31 +61,28 @@ def predictions(sharded: ShardedModel) -> dict[str, float]:
 
 def kept(layout: Layout) -> int:
     """Values of a token that a layer keeps."""
-    activations._widths.cache_clear()
-    found = activations.saved_per_token(MODEL, layout, "named")
-    activations._widths.cache_clear()
-    return found
+    return activations.saved_per_token(MODEL, layout, "named")
 
 
 @pytest.mark.parametrize(("form", "also_kept"), [("ring", 0), ("ulysses", 4)])
-def test_predictions_read_the_table(monkeypatch, form, also_kept):
+def test_predictions_read_the_table(other_table, form, also_kept):
     """A layer keeps values and what each of four queries finds; with Ulysses, the latter before it is sent back too."""
     config = Config(mesh="context=2", model=MODEL, train=TrainConfig(global_batch_size=4), precision="float32")
     layout = layout_of(form)
     sharded = sharded_by(config, models.build(MODEL, layout), layout)
     before = predictions(sharded)
     kept_before = kept(layout)
-    monkeypatch.setattr(matmuls, "_attention", rows)
+    other_table()
     assert {name: now / before[name] for name, now in predictions(sharded).items()} == dict.fromkeys(before, LARGER)
     assert len(before) > 2
     assert kept(layout) - kept_before == (2 + 4 + also_kept) * (U - H)
 
 
-def test_the_sizes_and_how_heads_are_dealt_are_those_of_the_rows(monkeypatch):
+def test_the_sizes_and_how_heads_are_dealt_are_those_of_the_rows(other_table):
     assert head_sizes_of(MODEL) == HeadSizes(H, H)
     layout = Layout((("model", 4),), rules=(("heads", ("model",)),))
     deals = lambda: [deal_of(layout, row.axes, row.shape) for row in matmuls._attention(MODEL)]
     assert deals() == [HeadDeal(1, 2, 2), None]
-    monkeypatch.setattr(matmuls, "_attention", rows)
+    other_table()
     assert head_sizes_of(MODEL) == HeadSizes(H, U)
     assert deals() == [HeadDeal(1, 2, 1), HeadDeal(1, 2, 1), None]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from jaxtyping import Int
@@ -67,6 +67,12 @@ class Schedule:
     def ticks(self) -> int:
         """How many ticks the schedule has."""
         return 1 + int(max(ticks.max() for ticks in self.units.values()))
+
+    @cached_property
+    def occupied(self) -> list[list[str]]:
+        """Tick -> the kinds of units that any rank runs in it, in their order."""
+        runs = [(kind, np.bincount(ticks.ravel(), minlength=self.ticks)) for kind, ticks in self.units.items()]
+        return [[kind for kind, count in runs if count[tick]] for tick in range(self.ticks)]
 
     @property
     def split(self) -> bool:

@@ -7,6 +7,7 @@ time of the schedule less the time of a rank's own work, M(F+B). Papers give it 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,10 @@ class Times:
     def B(self) -> float:
         """The whole backward pass."""
         return self.I + self.W
+
+    def times(self, count: float) -> Times:
+        """Return these times, each of them `count` times."""
+        return Times(count * self.F, count * self.I, count * self.W)
 
 
 EQUAL = Times()
@@ -84,26 +89,29 @@ def columns(schedule: Schedule, times: Times) -> list[Column]:
     In a uniform schedule, every slot that any rank occupies is run by all, one after another. In others a tick lasts as
     long as its slowest unit.
     """
-    cost = costs(schedule, times)
-    occupied = {kind: set(ticks.ravel().tolist()) for kind, ticks in schedule.units.items()}
     result = []
     now: float = 0  # an integer, so that fractions stay exact
-    for tick in range(schedule.ticks):
-        kinds = [kind for kind in occupied if tick in occupied[kind]]
-        groups = [{kind} for kind in kinds]
+    for tick, kinds, length in _in_lockstep(schedule, times):
+        result.append(Column(tick, kinds, now, length))
+        now += length
+    return result
+
+
+def _in_lockstep(schedule: Schedule, times: Times) -> Iterator[tuple[int, frozenset[str], float]]:
+    """Yield the tick, the kinds and the length of each column."""
+    cost = costs(schedule, times)
+    for tick, kinds in enumerate(schedule.occupied):
         # In a uniform schedule all ranks run every slot, so slots follow one another; else each runs its own at once.
+        groups = [{kind} for kind in kinds]
         if kinds and not schedule.uniform:
             groups = [set(kinds)]
         for together in groups:
-            length = max(cost[kind] for kind in together)
-            result.append(Column(tick, frozenset(together), now, length))
-            now += length
-    return result
+            yield tick, frozenset(together), max(cost[kind] for kind in together)
 
 
 def lockstep_time(schedule: Schedule, times: Times) -> float:
     """Return the time of a schedule where every tick waits for the slowest rank."""
-    return sum(column.length for column in columns(schedule, times))
+    return sum(length for _, _, length in _in_lockstep(schedule, times))
 
 
 def free_time(schedule: Schedule, times: Times) -> float:

@@ -324,10 +324,8 @@ def layer_times(
     return forward, inputs + ATTENTION_BACKWARD * attention + moved + recomputed + stash, weights + stash
 
 
-def stage_times(
-    config: Config, layout: Layout, layers: float, tokens: float, cluster: Cluster, split: bool = False
-) -> Times:
-    """Return the seconds of F, I and W for a number of layers and the `tokens` of a micro-batch on one device.
+def times_of_layer(config: Config, layout: Layout, tokens: float, cluster: Cluster, split: bool = False) -> Times:
+    """Return the seconds of F, I and W for one layer and the `tokens` of a micro-batch on one device.
 
     In a `split` backward pass, B also writes what W reads.
     """
@@ -341,7 +339,7 @@ def stage_times(
     units = layer_times(
         config, cluster, tokens, parts, saved, stashed, attention, everything, expert_parts, layout.zigzag
     )
-    return Times(*(layers * float(seconds) for seconds in units))
+    return Times(*map(float, units))
 
 
 def _arithmetic(step: Step, cluster: Cluster) -> tuple[float, float]:
@@ -353,14 +351,16 @@ def _arithmetic(step: Step, cluster: Cluster) -> tuple[float, float]:
     k = step.split.micro_batches
     head = head_flops(sizes, step.tokens) / layout.parts("vocab") / matmul_rate(config, cluster)
     if pipe is None:
-        stacks = step.stacks
-        times = [stage_times(one.config, layout, one.config.model.layers, step.tokens, cluster) for one in stacks]
-        work = k * (sum(of_stack.F + of_stack.B for of_stack in times) + head)
+        layers = 0.0
+        for one in step.stacks:
+            times = times_of_layer(one.config, layout, step.tokens, cluster).times(one.config.model.layers)
+            layers += times.F + times.B
+        work = k * (layers + head)
         return work, work
     # Work is that of evenly split layers; the schedule runs stages with their padding.
-    split = pipe.schedule.split
-    even = stage_times(config, layout, sizes.layers / pipe.stages.ranks, step.tokens, cluster, split)
-    padded = stage_times(config, layout, pipe.stages.depth * pipe.stages.virtual, step.tokens, cluster, split)
+    times = times_of_layer(config, layout, step.tokens, cluster, pipe.schedule.split)
+    even = times.times(sizes.layers / pipe.stages.ranks)
+    padded = times.times(pipe.stages.depth * pipe.stages.virtual)
     lockstep = lockstep_time(pipe.schedule, padded) + pipe.ticks("H") * head
     return k * (even.F + even.B + head), lockstep
 

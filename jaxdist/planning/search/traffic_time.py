@@ -43,14 +43,18 @@ def communication(
     found = Communication(dict.fromkeys(communicating(step.config.model), 0.0))
     merged = merge_calls(transfers)
     groups = {axes: group_over(shape, axes, cluster) for axes in {transfer.axes for transfer in merged}}
+    rings = False
     for transfer in merged:
-        if _is_step_of_ring(transfer):
+        part = purpose(transfer)
+        if part == CONTEXT and transfer.kind == PERMUTE:
+            # It belongs to the steps of a ring, which `ring_seconds` prices.
+            rings = True
             continue
         took = seconds_in(groups[transfer.axes], transfer)
-        overlaps = _overlaps_arithmetic(transfer, step, shape)
+        overlaps = _overlaps_arithmetic(transfer, part, step, shape)
         found.overlapping += overlaps * took
-        found.exposed[purpose(transfer)] += (1 - overlaps) * took
-    if any(map(_is_step_of_ring, transfers)):
+        found.exposed[part] += (1 - overlaps) * took
+    if rings:
         found.exposed[CONTEXT] += ring_seconds(step, shape, cluster)
     for transfer in merge_calls(_further_rounds(step, transfers)):
         found.exposed[EXPERT] += seconds_in(groups[transfer.axes], transfer)
@@ -67,25 +71,20 @@ def communicating(m: ModelConfig) -> tuple[str, ...]:
     return (CONTEXT, MODEL, PIPELINE, DATA)
 
 
-def _is_step_of_ring(transfer: Transfer) -> bool:
-    """Return whether a transfer belongs to the steps of ring attention, which `ring_seconds` prices."""
-    return transfer.kind == PERMUTE and purpose(transfer) == CONTEXT
-
-
 def _further_rounds(step: Step, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
     """Yield the all-to-alls of the rounds after the first one, which are not among `transfers`.
 
     Their number is not known, so that it is assumed here.
     """
-    for transfer in transfers:
-        if purpose(transfer) == EXPERT:
-            first, times, further = expert_rows.all_rounds(step.config.model, step.tokens)
-            yield replace(
-                transfer, calls=transfer.calls * times, elements=transfer.elements * (times * further / first)
-            )
+    to_experts = [transfer for transfer in transfers if purpose(transfer) == EXPERT]
+    if not to_experts:
+        return
+    first, times, further = expert_rows.all_rounds(step.config.model, step.tokens)
+    for transfer in to_experts:
+        yield replace(transfer, calls=transfer.calls * times, elements=transfer.elements * (times * further / first))
 
 
-def _overlaps_arithmetic(transfer: Transfer, step: Step, shape: Mapping[str, Numbers]) -> Numbers:
+def _overlaps_arithmetic(transfer: Transfer, part: str, step: Step, shape: Mapping[str, Numbers]) -> Numbers:
     """Return whether a transfer carries weights or gradients of one layer while another layer computes."""
     parallel = step.config.parallel
     if transfer.axes == (REPLICA,):
@@ -93,4 +92,4 @@ def _overlaps_arithmetic(transfer: Transfer, step: Step, shape: Mapping[str, Num
         # during the next step.
         return parallel.delayed_gradients and transfer.what in (BETWEEN_REPLICAS, SECOND_FACTORS)
     once_per_layer = transfer.calls * shape[PIPELINE] >= step.config.model.layers
-    return once_per_layer * (purpose(transfer) == DATA and parallel.zero >= 2)
+    return once_per_layer * (part == DATA and parallel.zero >= 2)
