@@ -196,14 +196,11 @@ class Layout:
 
     def pieces(self, spec: P) -> int:
         """Return the number of parts into which an array with this spec is split."""
-        count = 1
-        for part in spec.partitions:
-            count *= self.size(*axes_of(part))
-        return count
+        return math.prod(self.size(*axes_of(part)) for part in spec.partitions)
 
     def shard_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
         """Return the shape of a device's part of an array of `shape` with this spec."""
-        return tuple(size // self.pieces(P(part)) for size, part in zip(shape, spec.partitions, strict=True))
+        return tuple(size // self.size(*axes_of(part)) for size, part in zip(shape, spec.partitions, strict=True))
 
     @property
     def tokens_over(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from jax import P
@@ -75,7 +76,7 @@ class Placement:
         """The dim that the group splits while a gradient crosses, where nothing is sharded at rest (stage 0)."""
         return _first_that_differs(self.reduced, self.rest)
 
-    @property
+    @cached_property
     def shard_dim(self) -> int | None:
         """The dim that the group splits at rest, or None.
 

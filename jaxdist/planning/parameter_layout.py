@@ -108,19 +108,21 @@ def lay_out(
     axes_of = jax.tree.leaves(axes, is_leaf=placing.is_axes)
     found = []
     for (path, leaf), names, place in zip(leaves, axes_of, jax.tree.leaves(places), strict=True):
+        name = name_of(path)
+        elements = math.prod(leaf.shape)
         found.append(
             Placed(
-                name=name_of(path),
+                name=name,
                 shape=leaf.shape,
                 axes=names,
                 place=place,
-                held=math.prod(leaf.shape) // layout.pieces(place.held),
-                rest=math.prod(leaf.shape) // layout.pieces(place.rest),
+                held=elements // layout.pieces(place.held),
+                rest=elements // layout.pieces(place.rest),
                 use=math.prod(place.in_use(leaf.shape)) // layout.pieces(place.use),
                 shard=layout.shard_shape(leaf.shape, place.reduced),
                 layers=math.prod(n for n, axis in zip(leaf.shape, names, strict=True) if axis == LAYERS),
-                forward_only=name_of(path) in forward_only,
-                exact=name_of(path) in exact,
+                forward_only=name in forward_only,
+                exact=name in exact,
                 stored=leaf.dtype.itemsize,
             )
         )
