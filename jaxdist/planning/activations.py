@@ -160,21 +160,26 @@ def working(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str, l
 
 
 def in_layer(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str) -> int:
-    """Return the bytes that one layer's backward pass needs while it runs.
+    """Return the bytes that one layer's backward pass needs while it runs."""
+    return rows * in_layer_of_row(m, layout, width, remat) + scores_in_layer(m, layout, rows, width)
 
-    It holds what it recomputes, about as much in gradients as remat "none" keeps, and the scores of attention.
-    """
+
+def in_layer_of_row(m: ModelConfig, layout: Layout, width: int, remat: str) -> int:
+    """Return these bytes for a row, without scores: what is recomputed, and as much in gradients as "none" keeps."""
     recomputed = max(0, saved_per_token(m, layout, "named") - saved_per_token(m, layout, remat))
     gradients = saved_per_token(m, layout, "none")
     # The rows of experts are sent again, and come back as gradients.
     dispatched = 2 * _widths(m, layout).rows
-    tokens = rows * own_length(m, layout)
-    layer = width * tokens * (recomputed + gradients + dispatched) + tokens * _travelling(m, layout, width)
-    # cuDNN's attention never writes its scores to memory.
-    if flash(m, layout, rows, width):
-        return layer
-    # Three arrays in f32, for one block of queries and the keys that it sees.
-    return layer + 3 * WIDE * rows * _scores(m, layout)
+    values = recomputed + gradients + dispatched
+    return own_length(m, layout) * (width * values + _travelling(m, layout, width))
+
+
+def scores_in_layer(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
+    """Return the bytes of attention's scores: three arrays in f32, for one block of queries and the keys that it sees.
+
+    cuDNN's attention never writes its scores to memory.
+    """
+    return 0 if flash(m, layout, rows, width) else 3 * WIDE * rows * _scores(m, layout)
 
 
 def _travelling(m: ModelConfig, layout: Layout, width: int) -> int:

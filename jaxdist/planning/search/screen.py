@@ -19,7 +19,7 @@ from jaxdist.mesh import AXES, CONTEXT, EXPERT, MODEL, PIPELINE, REPLICA, abstra
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import Times
 from jaxdist.planning import collective_time, step_bytes
-from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, stashed_per_token
+from jaxdist.planning.activations import in_layer_of_row, in_loss, saved_per_token, scores_in_layer, stashed_per_token
 from jaxdist.planning.collective_time import Numbers, ranks_together
 from jaxdist.planning.pipeline_memory import ROUGH_MESSAGES, Depths, Unit, buffers, recomputed, rough_stash
 from jaxdist.planning.predicted_collectives import (
@@ -133,9 +133,9 @@ class Screen(Steps):
         recomputes = self._remat("stage")
         staged = buffers(slots, unit, recomputes) + recomputed(unit, recomputes)
 
-        layer = self._by_layout(
-            lambda layout, rows, remat: in_layer(m, layout, rows, self.width, SAVED[remat]), self.rows, self.saved
-        )
+        of_row = self._by_layout(lambda layout, remat: in_layer_of_row(m, layout, self.width, SAVED[remat]), self.saved)
+        scores = self._by_layout(lambda layout, rows: scores_in_layer(m, layout, rows, self.width), self.rows)
+        layer = self.rows * of_row + scores
         logits = self._by_layout(lambda layout, rows: in_loss(m, layout, rows, self.width), self.rows)
         logits = logits / np.where(self.vocab_shared, c[PIPELINE], 1)
         # The loss and the backward pass of the layers do not overlap: the larger one counts.
