@@ -8,7 +8,7 @@ from jaxdist.config import Config, RequestError
 from jaxdist.huggingface.folder import KEPT
 from jaxdist.request.pretrained import as_asked
 from jaxdist.training.checkpoint.step_dir import StepDir
-from jaxdist.training.resume_check import differing, lengthened, refusal
+from jaxdist.training.resume_check import lengthened, refusal
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import SAVED, run_facts
 from jaxdist.training.saved_before import what_shows_a_save
@@ -111,6 +111,7 @@ def _continuing(folder: RunFolder, config: Config, steps: list[int]) -> Config:
     if longer:
         folder.notes.append(longer)
         return config.with_knobs({"optimizer.warmup": old.optimizer.warmup})
-    if differing(old, asked):
-        raise RequestError(f"run folder {folder.path} holds a run with another config: {refusal(old, asked)}")
+    refused = refusal(old, asked)
+    if refused:
+        raise RequestError(f"run folder {folder.path} holds a run with another config: {refused}")
     return config

@@ -78,8 +78,10 @@ def lengthened(old: Config, new: Config, step: int) -> str | None:
 
 
 def refusal(old: Config, new: Config) -> str:
-    """Return which knobs differ, and what to do, as the end of a sentence."""
+    """Return which knobs differ, and what to do, as the end of a sentence; empty where none does."""
     names = differing(old, new)
+    if not names:
+        return ""
     there = leaves(old)
     here = leaves(new)
     changes = ", ".join(f"{name} ({there[name]} there, {here[name]} here)" for name in names)
