@@ -43,7 +43,7 @@ def random_work(run: Run) -> Batch:
     sequence = config.model.sequence
     ids = np.random.default_rng(0).integers(0, config.model.vocab, rows.size * sequence + 1)
     # Random tokens have no documents; where the model keeps these apart, token 0 ends one.
-    end = 0 if config.model.documents == "apart" else None
+    end = 0 if config.model.documents_apart else None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
         with TokenWriter(path, "uint32") as writer:

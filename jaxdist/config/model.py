@@ -234,6 +234,11 @@ class ModelConfig(Section):
         return self.images and self.dropout > 0
 
     @property
+    def documents_apart(self) -> bool:
+        """Whether tokens attend within their own document alone, so that batches tell where documents start."""
+        return self.documents == "apart"
+
+    @property
     def key_value_heads(self) -> int:
         """Key/value heads (K), with the default filled in."""
         return self.kv_heads or self.heads

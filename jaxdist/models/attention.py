@@ -64,7 +64,7 @@ class AttentionCall:
         sizes = head_sizes_of(model)
         shape = (rows, model.sequence, model.heads, sizes.key)
         window = effective_window(window, model.sequence)
-        return cls(layout, shape, dtype, model.documents == "apart", window, sizes.value)
+        return cls(layout, shape, dtype, model.documents_apart, window, sizes.value)
 
     @property
     def form(self) -> str:

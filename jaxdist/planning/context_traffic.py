@@ -21,13 +21,18 @@ from collections.abc import Iterator
 from jaxdist.mesh import CONTEXT
 from jaxdist.mesh.context import ring_elements
 from jaxdist.mesh.split import compute_width
-from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_TO_ALL, F32, PERMUTE, Count, Transfer, transfer
+from jaxdist.planning.predicted_collectives import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    F32,
+    INT32,
+    PERMUTE,
+    Count,
+    Transfer,
+    transfer,
+)
 from jaxdist.planning.runs import Step
 from jaxdist.sharding import SEQUENCE
-
-INT32 = 4
-"""Bytes of the start of a document."""
-
 
 KEYS = "keys and values"
 """`Transfer.what` of what a ring sends in its steps."""
@@ -73,7 +78,7 @@ def _ulysses(step: Step) -> Iterator[Transfer]:
     times = passes.attention + passes.backward
     what = "sequence exchanged for heads"
     yield transfer(layout, what, ALL_TO_ALL, {CONTEXT}, 4 * times, elements * times, compute_width(step.config))
-    if step.config.model.documents == "apart":
+    if step.config.model.documents_apart:
         # No gradient needs them, but the backward pass does, unless the forward pass keeps them.
         gathers = passes.forward + passes.rerun + passes.backward * step.anew
         starts = gathers * step.tokens * ranks

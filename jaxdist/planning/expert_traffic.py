@@ -24,16 +24,13 @@ from jaxdist.planning.predicted_collectives import (
     ALL_REDUCE,
     ALL_TO_ALL,
     F32,
+    INT32,
     REDUCE_SCATTER,
     Transfer,
     transfer,
 )
 from jaxdist.planning.runs import Step
 from jaxdist.sharding import LAYERS, RESIDUAL, SEQUENCE
-
-INT32 = 4
-"""Bytes of the number of an expert."""
-
 
 ROWS = "tokens to and from experts"
 """`Transfer.what` of the rows of tokens that go to their experts and come back."""

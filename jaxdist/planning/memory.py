@@ -232,11 +232,8 @@ def _host_traffic(config: Config, parameters: list[Placed]) -> int:
 
 def _batch_of_tokens(split: Split) -> int:
     """Return the bytes of the token batch of a step on one device."""
-    sizes = split.config.model
-    # Tokens, labels and, where documents are kept apart, the starts of documents; dropout needs the row's number.
-    arrays = 3 if sizes.documents == "apart" else 2
-    numbers = int(sizes.drops)
-    return 4 * split.rows * split.micro_batches * (arrays * split.length + numbers)
+    # Dropout needs the number of each row.
+    return split.micro_batches * step_bytes.micro_batch(split, drawn=1)
 
 
 def _gradients(sharded: ShardedModel, elements: Elements) -> int:

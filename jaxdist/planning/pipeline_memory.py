@@ -158,13 +158,10 @@ def in_flight(sharded: ShardedModel, pipe: Pipeline) -> int:
     layers = _elements(sharded.parameters, stacked=True)
     learned = [p for p in sharded.parameters if p.trained]
     shared = _elements(learned, stacked=False)
-    sizes = sharded.config.model
     S = pipe.stages.ranks
     unit = _unit(sharded, pipe)
-    # Tokens, labels and, where documents are kept apart, the starts of documents; dropout needs two words of keys.
-    arrays = 3 if sizes.documents == "apart" else 2
-    keys = 2 if sizes.drops else 0
-    batch = F32 * split.rows * (arrays * split.length + keys)
+    # Dropout needs two words of keys for each row.
+    batch = step_bytes.micro_batch(split, drawn=2)
     # The batch's number and count of tokens, its loss, and the square of its gradient's norm.
     numbers = 4 * F32
     of_batch = split.width * layers.rest + unit.kept(pipe.recomputes) + batch + numbers

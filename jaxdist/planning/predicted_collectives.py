@@ -19,6 +19,9 @@ ALL_TO_ALL = "all-to-all"
 F32 = 4
 """Bytes of a number in float32."""
 
+INT32 = 4
+"""Bytes of the number of a token, an expert or a position."""
+
 
 Count = Any
 """A whole number, or where many steps are predicted at once an array of them, with one for each step."""

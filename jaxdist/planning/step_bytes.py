@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxdist.mesh.split import Split
 from jaxdist.planning.memory_habits import CUT_OUT, SUM_OF_ONE, Arrays, as_held
-from jaxdist.planning.predicted_collectives import F32
+from jaxdist.planning.predicted_collectives import F32, INT32
 from jaxdist.sharding import Layout
 
 Numbers = np.ndarray | float
@@ -30,6 +31,17 @@ class Elements(NamedTuple):
     """The gathered weights of one layer in use."""
     outside: Numbers
     """Those in use outside the layers that are there at the same time."""
+
+
+def micro_batch(split: Split, drawn: int) -> int:
+    """Return the bytes of the rows of text of a micro-batch on one device.
+
+    Each row has tokens, labels and, where documents are kept apart, the starts of these; dropout needs `drawn` numbers.
+    """
+    model = split.config.model
+    arrays = 3 if model.documents_apart else 2
+    numbers = drawn if model.drops else 0
+    return INT32 * split.rows * (arrays * split.length + numbers)
 
 
 def copy(zero: Numbers, width: int, rest: Numbers, use: Numbers, pipelined: Numbers) -> Numbers:

@@ -150,7 +150,7 @@ def _positions(step: Step, unembedded: Count) -> Iterator[Transfer]:
         elif vocab:
             # Where tokens are looked up in a whole table too, one gather of the gradient serves both.
             yield _moved(step, LOOKED_UP_POSITIONS, ALL_GATHER, split, unembedded)
-    elif step.config.model.documents == "apart":
+    elif step.config.model.documents_apart:
         # Each document has its own positions, so that they are looked up as tokens are.
         yield _moved(step, LOOKED_UP_POSITIONS, REDUCE_SCATTER, split, step.runs.embedded)
         if not step.staged and not vocab:

@@ -84,7 +84,7 @@ def on_files(trained: Trained, job: Job, stride: int | None = None) -> Judgement
 
     def read() -> None:
         for path in paths_of(run.config.data.validation_path):
-            files.append(open_held_out(path, given, model.vocab, model.documents == "apart", run.task.progress))
+            files.append(open_held_out(path, given, model.vocab, model.documents_apart, run.task.progress))
 
     _read_first(trained, job, read)
     _tell(job, *(file.note for file in files))

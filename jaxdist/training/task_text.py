@@ -55,7 +55,7 @@ class TextTask(Task[Model]):
 
     def _open(self, data: DataConfig) -> Corpus:
         model = self.config.model
-        apart = model.documents == "apart"
+        apart = model.documents_apart
         return open_corpus(data, model.vocab, model.sequence, apart, self.progress, self.begun)
 
     @property
@@ -97,7 +97,7 @@ class TextTask(Task[Model]):
 
     def abstract(self, rows: int, batch_layout: BatchLayout) -> AbstractBatch:
         """Return shapes and shardings of a batch of that many rows."""
-        apart = self.config.model.documents == "apart"
+        apart = self.config.model.documents_apart
         return abstract_batch(rows, self.units, batch_layout, apart)
 
     def held_out(self, rows: np.ndarray, batch_layout: BatchLayout) -> Batch:

@@ -82,7 +82,7 @@ def attention_seconds(
 
 def runs_by_matmuls(config: Config, cluster: Cluster, ring: Numbers) -> Numbers:
     """Return whether a GPU attends by matmuls, because of a mask that cuDNN does not know."""
-    apart = config.model.documents == "apart"
+    apart = config.model.documents_apart
     masked = np.logical_or(apart, np.logical_and(ring, has_window(config.model)))
     return np.logical_and(masked, cluster.gpu != "cpu")
 

@@ -57,7 +57,7 @@ class Steps(Sizes):
         c = self.columns
         nothing = np.zeros_like(c["zero"])
         # Stages 2 and 3 keep less for the backward pass, which then gathers anew.
-        keep = 2 * (c["zero"] >= 2) if m.traits.routed or m.documents == "apart" else nothing
+        keep = 2 * (c["zero"] >= 2) if m.traits.routed or m.documents_apart else nothing
         stage = REMATS.index("stage")
         remat = np.where(c["remat"] == stage, stage, 0)
         activations = self._with(zero=keep, outside=nothing)._seconds(Steps._of_activations, "zero", "sequence", "ring")

@@ -36,7 +36,7 @@ def _files(config: Config) -> Iterator[str]:
 @check("model.family", "model.documents", "data.path", "data.tokenizer")
 def _documents(config: Config) -> Iterator[str]:
     data = config.data
-    if config.model.documents == "apart" and not data.tokenizer and holds_tokens(data.path):
+    if config.model.documents_apart and not data.tokenizer and holds_tokens(data.path):
         yield (
             f"model.documents is apart, but nothing says which token of '{data.path}' ends a document; give its "
             "data.tokenizer, or set model.documents to joined"
