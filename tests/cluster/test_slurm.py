@@ -21,10 +21,10 @@ def alone(text, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tasks", [2, *exhaustive([(1,)])])
-def test_four_nodes_train_as_one_process_does(cluster, words, tmp_path, alone, tasks):
-    mesh = "--mesh=4x1x1" if tasks == 1 else "--mesh=4x2x1"
-    said = cluster.run("srun", "-N4", f"--ntasks-per-node={tasks}", PYTHON, *TRAIN, *words(mesh), seconds=300)
+@pytest.mark.parametrize(("nodes", "tasks"), [(2, 2), *exhaustive([(4, 1), (4, 2)])])
+def test_nodes_train_as_one_process_does(cluster, words, tmp_path, alone, nodes, tasks):
+    mesh = f"--mesh=4x{nodes * tasks // 4}x1"
+    said = cluster.run("srun", f"-N{nodes}", f"--ntasks-per-node={tasks}", PYTHON, *TRAIN, *words(mesh), seconds=300)
     alike(tmp_path / "run", alone, 20)
     assert said.count("loss") > 0
 
