@@ -212,7 +212,7 @@ def test_nobody_else_reads_json_from_a_file():
 
 BEFORE_JAX = ["config", "mesh", "request", "train", "launch", "checkpoints", "weights.source", "training.entering"]
 BEFORE_JAX += ["cluster.process_env", "cluster.local", "cluster.slurm", "cluster.heartbeat"]
-BEFORE_JAX += ["lab.__main__", "doctor.__main__", "completion.table"]
+BEFORE_JAX += ["training.checkpoint.step_dir", "lab.__main__", "doctor.__main__", "completion.table"]
 
 IMPORT_ONE_BY_ONE = """
 import importlib, sys

@@ -145,12 +145,11 @@ def test_a_config_may_be_a_link_but_no_pipe(tmp_path, monkeypatch):
         ask("fifo")
 
 
-def test_a_wrong_request_ends_with_2():
-    command = [sys.executable, "-m", "jaxdist.train", "--mesh", "2x2", "--model.layrs", "3"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    first, second = done.stderr.splitlines()
+def test_a_wrong_request_ends_with_2(capsys):
+    assert main(["train", "--mesh", "2x2", "--model.layrs", "3"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, second = err.splitlines()
     assert first.startswith("jaxdist.train: unknown option --model.layrs")
     assert second.startswith("jaxdist.train: mesh '2x2'")
 
