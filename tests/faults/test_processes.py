@@ -11,6 +11,7 @@ from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.forward.step import Step
 from tests.faults.jobs import argv, ends, job, metrics, saved, train, until
 from tests.processes import free_port
+from tests.tiers import exhaustive
 from tests.training.curves import close
 
 DUMP = """
@@ -128,9 +129,9 @@ def trained(text, tmp_path_factory):
     ("processes", "options"),
     [
         (1, ["--mesh=1x1x1", "--parallel.zero=0"]),
-        (1, ["--mesh=8x1x1", "--parallel.zero=3"]),
         (1, ["--mesh=1x2x2", "--parallel.zero=0", "--pipeline.schedule=1f1b", "--pipeline.microbatches=4"]),
         (4, ["--mesh=4x1x1", "--parallel.zero=0"]),
+        *exhaustive([(1, ["--mesh=8x1x1", "--parallel.zero=3"])]),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else value[0],
 )

@@ -237,14 +237,10 @@ def test_a_folder_of_another_layout_is_refused(damaged, finished, text, capsys, 
     assert (content(outside), committed(run)) == before
 
 
-SLOW = {"train", "evaluate", "generate"}
-"""Commands that compile."""
+MARKS = {"train": pytest.mark.slow, "evaluate": pytest.mark.slow, "generate": pytest.mark.exhaustive}
+"""Of commands that compile; `generate` reads a folder as `evaluate` does."""
 
-CASES = [
-    pytest.param(kind, command, marks=[pytest.mark.slow] if command in SLOW else [])
-    for kind in USABLE
-    for command in COMMANDS
-]
+CASES = [pytest.param(kind, command, marks=MARKS.get(command, ())) for kind in USABLE for command in COMMANDS]
 
 
 @pytest.mark.parametrize(("kind", "command"), CASES)
