@@ -26,6 +26,12 @@ SLOW = {
     "zero-comm-3",
     "topk-int8-loss",
     "dga-delay",
+    "federated-average",
+    "ps-direction",
+    "ps-equal",
+    "topk-only",
+    "topk-int8",
+    "dgc-ratio",
 }
 """Those that compile for seconds."""
 

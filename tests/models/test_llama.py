@@ -105,7 +105,7 @@ def test_biases_norms_head_sizes_and_scaled_positions_are_the_papers(one_device,
     plain.assert_same(one_device, models.build(config, one_device), partial(reference, config), noise=0.1)
 
 
-@pytest.mark.parametrize("qk_norm", ["head", "full"])
+@pytest.mark.parametrize("qk_norm", thinned([("head",), ("full",)], 2))
 def test_values_of_another_family_are_its_row(one_device, monkeypatch, qk_norm):
     """Gemma's: GeGLU, norms that multiply by 1 + w, and vectors of tokens times the root of their width."""
     row = FAMILIES["llama"]._replace(activation="gelu", norm_offset=1.0, scaled_embedding=True)

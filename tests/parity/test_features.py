@@ -1,4 +1,4 @@
-"""Promise 1 at a glance: a row for each axis, ZeRO stage, schedule and feature, on two tiny models and their variants.
+"""Promise 1 at a glance: each axis, ZeRO stage, schedule and feature in a row, on two tiny models and variants.
 
 The other files of this folder have what these meet. A feature that is added gets a row here, which the fast tier runs.
 """
@@ -27,14 +27,12 @@ MODELS = {
 stages = lambda schedule, v=1: dict(accumulation=4, pipeline=PipelineConfig(schedule=schedule, virtual_stages=v))
 
 ROWS = {
-    "data": ("gpt", "data=4", dict()),
-    "data, rows in turn": ("gpt", "data=2", dict(accumulation=4)),
-    "ZeRO 1": ("llama", "data=4", dict(stage=1)),
+    "data, rows in turn, remat dots": ("gpt", "data=2", dict(accumulation=4, remat="dots")),
+    "ZeRO 1, remat block": ("llama", "data=4", dict(stage=1, remat="block")),
     "ZeRO 2": ("gpt", "data=4", dict(stage=2, accumulation=4)),
-    "ZeRO 3": ("llama", "data=4", dict(stage=3)),
     "ZeRO 3, rows in turn outside the layers": ("gpt", "data=4", dict(stage=3, accumulation=4, inside=False)),
-    "weights kept between the passes": ("untied", "data=4", dict(stage=3, keep=True)),
-    "replicas": ("gpt", "replica=2", dict()),
+    "ZeRO 3, weights kept between the passes": ("untied", "data=4", dict(stage=3, keep=True)),
+    "replicas, remat offload": ("gpt", "replica=2", dict(remat="offload")),
     "replicas of ZeRO 3": ("llama", "replica=2,data=2", dict(stage=3)),
     "replicas that each update all": ("llama", "replica=2,data=2", dict(stage=1, replica_zero=False)),
     "tensor": ("untied", "model=2", dict()),
@@ -42,29 +40,23 @@ ROWS = {
     "sequence": ("gpt", "model=2", dict(sequence=True)),
     "sequence and ZeRO 3": ("llama", "data=2,model=2", dict(stage=3, sequence=True)),
     "as on GPUs": ("llama", "model=2", dict(sequence=True, platform="gpu")),
-    "ring": ("llama", "context=4", dict(context="ring")),
-    "ring, documents": ("gpt", "data=2,context=2", dict(context="ring", stage=1, apart=True)),
+    "ring": ("gpt", "context=4", dict(context="ring")),
+    "ring, documents": ("llama", "data=2,context=2", dict(context="ring", stage=1, apart=True)),
     "Ulysses": ("llama", "context=2,model=2", dict(context="ulysses", sequence=True)),
-    "gpipe": ("gpt", "pipeline=2", stages("gpipe")),
-    "1f1b": ("llama", "pipeline=2", stages("1f1b")),
+    "gpipe and replicas": ("llama", "replica=2,pipeline=2", stages("gpipe") | dict(stage=1)),
+    "1f1b, remat stage": ("llama", "pipeline=2", stages("1f1b") | dict(remat="stage")),
     "1f1b, more stages than layers divide by": ("untied", "pipeline=3", stages("1f1b")),
     "interleaved": ("gpt", "pipeline=2", stages("interleaved", 2)),
     "zb-u": ("llama", "pipeline=2", stages("zb-u")),
     "zb-h1": ("gpt", "pipeline=2", stages("zb-h1")),
     "stages and ZeRO 3": ("llama", "data=2,pipeline=2", stages("1f1b") | dict(stage=3)),
     "stages, tensor and sequence": ("gpt", "model=2,pipeline=2", stages("1f1b") | dict(sequence=True)),
-    "stages and replicas": ("llama", "replica=2,pipeline=2", stages("gpipe") | dict(stage=1)),
     "stages and ring": ("llama", "context=2,pipeline=2", stages("1f1b") | dict(context="ring")),
-    "experts": ("experts", "expert=2", dict()),
     "experts and ZeRO 3": ("experts", "data=2,expert=2", dict(stage=3, accumulation=4)),
     "experts and stages": ("experts", "expert=2,pipeline=2", stages("1f1b")),
     "adapters": ("adapters", "data=2,model=2", dict(stage=3)),
     "adapters and stages": ("adapters", "pipeline=2", stages("zb-u")),
     "documents": ("llama", "data=2,model=2", dict(apart=True)),
-    "remat dots": ("gpt", "data=2", dict(remat="dots")),
-    "remat block": ("llama", "data=2", dict(remat="block")),
-    "remat offload": ("gpt", "data=2", dict(remat="offload")),
-    "remat stage": ("llama", "pipeline=2", stages("1f1b") | dict(remat="stage")),
 }
 """(model, mesh, options)."""
 

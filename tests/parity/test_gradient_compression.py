@@ -127,7 +127,7 @@ def one_device() -> cases.Outcome:
                 ("int8", "replica=4", 0),
             ],
             6,
-            first=3,
+            first=5,
         ),
         *exhaustive([("int8", "replica=2,context=2", 1)]),
     ],

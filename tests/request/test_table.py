@@ -13,6 +13,7 @@ import pytest
 
 from tests.request.commands import COMMANDS, Command, asked, make_values, options_of, spelt, without_work
 from tests.request.commands import option as written
+from tests.tiers import thinned
 
 LEGAL = {
     "": (
@@ -164,7 +165,7 @@ def named(name: str, value: str, problems: list[str]) -> bool:
     )
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=IDS)
+@pytest.mark.parametrize("command", thinned(zip(COMMANDS), 5), ids=IDS)
 def test_each_value_is_refused_or_legal(command, values):
     wrong = []
     names = names_of(command)

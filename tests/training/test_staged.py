@@ -94,7 +94,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "options"), thinned(MESHES, len(MESHES), first=1), ids=str)
+@pytest.mark.parametrize(("mesh", "options"), thinned(MESHES, len(MESHES), first=3), ids=str)
 def test_equals_one_device(mesh, options):
     (got, loss), (wanted, wanted_loss) = train(mesh, **options), one_device()
     cases.assert_equal(got, wanted)
