@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxdist.config import RequestError
-
-if TYPE_CHECKING:
-    from jaxdist.lab.claim import Check, Outcome
+from jaxdist.lab.claim import Check, Claim, Outcome
 
 TABLE = Path(__file__).parent / "claims.csv"
 
@@ -31,44 +29,6 @@ MODULES = (
 
 DEVICES = 8
 """The most CPU devices that a claim needs; they are made at the start, since a process can split its CPU only once."""
-
-WRONG = "shown as wrong"
-"""Words in the notes of a claim that corrects the lecture."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A row of the table, as it is written there."""
-
-    id: str
-    topic: str
-    claim: str
-    expected: str
-    unit: str
-    tolerance: str
-    notes: str
-
-    @property
-    def command(self) -> str:
-        """The command that measures the claim."""
-        return f"python -m jaxdist.lab {self.id}"
-
-    @property
-    def wanted(self) -> str:
-        """Expected value, unit and tolerance: `16.6 (GB), within 1%`.
-
-        The unit `-` stands for a number without one and is left out.
-        """
-        unit = "" if self.unit == "-" else f" ({self.unit})"
-        how = f"within {self.tolerance}"
-        if self.tolerance.startswith("exact"):
-            how = self.tolerance.replace("exact", "exactly", 1)
-        return f"{self.expected}{unit}, {how}"
-
-    @property
-    def corrects(self) -> bool:
-        """Whether the lecture says otherwise, and is wrong."""
-        return WRONG in self.notes
 
 
 @dataclass(frozen=True)
@@ -138,22 +98,6 @@ def plain(text: str) -> float | bool | str:
         return text
 
 
-def within(value: float, expected: str, tolerance: str, of: float | None = None) -> bool:
-    """Return whether a value is as near to the expected one as the table asks.
-
-    A tolerance is `exact`, a share (`1%`) of the expected value or of another value `of`, or a number (`1e-5`). The
-    words after it, as in `1% at N=1024` or `2% of the loss`, say with which settings, or of what.
-    """
-    target = float(expected)
-    allowed = tolerance.split()[0]
-    if allowed == "exact":
-        return value == target
-    if allowed.endswith("%"):
-        whole = target if of is None else of
-        return abs(value - target) <= float(allowed[:-1]) / 100 * abs(whole)
-    return abs(value - target) <= float(allowed)
-
-
 @cache
 def claims() -> dict[str, Claim]:
     """Return every claim by its id, in the order of the table."""
@@ -188,7 +132,7 @@ def measure(claim: Claim, **settings: Any) -> Report:
     if check is None:
         return Report(claim, None, "nothing here measures it yet")
     try:
-        return Report(claim, check.measure(claim.expected, claim.tolerance, **settings))
+        return Report(claim, check.measure(claim, **settings))
     except RequestError as error:
         # This machine lacks something that the check needs.
         return Report(claim, None, "; ".join(error.problems))

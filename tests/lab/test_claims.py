@@ -3,13 +3,14 @@
 import csv
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from jaxdist.config import RequestError
 from jaxdist.lab import claims, page
 from jaxdist.lab.__main__ import LABS, main
-from jaxdist.lab.claim import Check, Outcome
+from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.reductions.checks import CHECKS as REDUCTIONS
 from tests.lab.faults import CACHES, FAULTS
 from tests.lab.pages import assert_pasted
@@ -91,8 +92,12 @@ def test_what_is_expected_is_no_part_of_a_check():
     """With another table a claim fails: a check has the expected value from nowhere else."""
     claim = claims.claims()["gpt3-min-gpus"]
     measure = CHECKS[claim.id].measure
-    assert measure(claim.expected, claim.tolerance).passed
-    assert not measure(str(int(claim.expected) + 1), claim.tolerance).passed
+    assert measure(claim).passed
+    assert not measure(replace(claim, expected=str(int(claim.expected) + 1))).passed
+
+
+def claimed(expected, tolerance) -> Claim:
+    return Claim("id", "topic", "claim", expected, "-", tolerance, "")
 
 
 @pytest.mark.parametrize(
@@ -109,15 +114,19 @@ def test_what_is_expected_is_no_part_of_a_check():
         (0.01011, "0.01", "1%", False),
         (-404, "-400", "1%", True),
         (-404.1, "-400", "1%", False),
+        (True, "true", "exact", True),
+        ("S..1", "S..1", "exact", True),
+        ("S..2", "S..1", "exact", False),
     ],
 )
-def test_within(value, expected, tolerance, near):
-    assert claims.within(value, expected, tolerance) is near
+def test_a_value_is_as_near_as_the_table_asks(value, expected, tolerance, near):
+    assert claimed(expected, tolerance).met(value) is near
 
 
-def test_within_a_share_of_another_value():
-    assert claims.within(0.05, "0", "2% of the loss", of=2.5)
-    assert not claims.within(-0.051, "0", "2% of the loss", of=2.5)
+def test_a_share_of_another_value():
+    claim = claimed("0", "2% of the loss")
+    assert claim.met(0.05, of=2.5)
+    assert not claim.met(-0.051, of=2.5)
 
 
 def test_a_tolerance_reads_as_a_sentence():
@@ -181,7 +190,7 @@ def test_mistakes(argv, problem):
 
 
 def outcome(passed: bool = True, **more) -> Check:
-    return Check(lambda expected, tolerance: Outcome(1.5, passed, **more), {})
+    return Check(lambda claim: Outcome(1.5, passed, **more), {})
 
 
 @pytest.fixture
@@ -207,7 +216,7 @@ def test_what_is_not_checked_has_not_passed(checks, capsys, tmp_path):
 
 
 def test_what_this_machine_lacks_is_told(checks, capsys):
-    def lacks(expected, tolerance):
+    def lacks(claim):
         raise RequestError("this machine has 1 device")
 
     checks(slingshot=Check(lacks, {}))

@@ -102,9 +102,9 @@ def test_an_algorithm_that_adds_up_wrongly_fails_its_claim(monkeypatch, wrong):
     runs = [SimpleNamespace(K=K, counts=counts[K], exact=True, difference=0.0) for K in SIZES]
     monkeypatch.setattr(checks, "study", lambda asked: runs)
     claim = claims()["allreduce-ring"]
-    assert CHECKS[claim.id].measure(claim.expected, claim.tolerance).passed
+    assert CHECKS[claim.id].measure(claim).passed
     vars(runs[-1]).update(wrong)
-    told = CHECKS[claim.id].measure(claim.expected, claim.tolerance)
+    told = CHECKS[claim.id].measure(claim)
     assert (told.value, told.passed) == (claim.expected, False)
 
 
@@ -141,10 +141,11 @@ def test_what_is_drawn_is_what_was_sent():
 def test_bytes_into_a_server(monkeypatch):
     """Of 4 workers with 2 GiB each, three times a second."""
     monkeypatch.setattr(checks, "gradient_bytes", lambda: 2 * 2**30)
-    outcome = checks.server("24.2", "1%", workers=4)
+    claim = replace(claims()["resnet50-ps"], expected="24.2")
+    outcome = checks.server(claim, workers=4)
     assert (outcome.value, outcome.passed) == (24, True)
     monkeypatch.setattr(checks, "gradient_bytes", lambda: 1.98 * 2**30)
-    assert not checks.server("24.2", "1%", workers=4).passed
+    assert not checks.server(claim, workers=4).passed
 
 
 @pytest.mark.slow
@@ -195,12 +196,6 @@ def test_refused(words, sentence):
     assert error.value.problems[0].startswith(sentence)
 
 
-def claimed(name: str) -> tuple[str, str]:
-    """What is expected of a claim, and its tolerance."""
-    claim = claims()[name]
-    return claim.expected, claim.tolerance
-
-
 @pytest.mark.slow
 def test_up_to_64_nodes(tmp_path):
     """The claims of orders, that their controls fail, and the page; in one test, because the programs take their time.
@@ -210,9 +205,9 @@ def test_up_to_64_nodes(tmp_path):
     study((name, K) for name in ALGORITHMS for K in (*SIZES, 6) if not ALGORITHMS[name].refusal(K))
     for name in ("naive", "direct", "ring", "halving"):
         check = CHECKS[f"allreduce-{name}"]
-        assert check.measure(*claimed(f"allreduce-{name}")).passed
-        assert not check.measure(*claimed(f"allreduce-{name}"), **check.control).passed
-    CHECKS["allreduce-ring"].measure("", "").picture(tmp_path / "steps.png")
+        assert check.measure(claims()[f"allreduce-{name}"]).passed
+        assert not check.measure(claims()[f"allreduce-{name}"], **check.control).passed
+    CHECKS["allreduce-ring"].measure(claims()["allreduce-ring"]).picture(tmp_path / "steps.png")
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
     lines = all_reduce.measure(8, "all", "").lines()
@@ -230,10 +225,10 @@ def test_up_to_64_nodes(tmp_path):
 @pytest.mark.parametrize("name", ["reduce-example", "resnet50-ps"])
 def test_the_other_claims(name):
     check = CHECKS[name]
-    assert check.measure(*claimed(name)).passed
-    assert not check.measure(*claimed(name), **check.control).passed
+    assert check.measure(claims()[name]).passed
+    assert not check.measure(claims()[name], **check.control).passed
 
 
 def test_every_check_has_a_control_of_one_setting():
     assert {name: len(check.control) for name, check in CHECKS.items()} == dict.fromkeys(CHECKS, 1)
-    assert all(claimed(name) for name in CHECKS)
+    assert all(claims()[name] for name in CHECKS)

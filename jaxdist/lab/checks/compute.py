@@ -13,8 +13,7 @@ import numpy as np
 from jaxdist import models
 from jaxdist.lab import pictures
 from jaxdist.lab.checks.memory import GPT3
-from jaxdist.lab.claim import Check, Outcome
-from jaxdist.lab.claims import within
+from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.output.tables import table
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS, Gpu
@@ -46,7 +45,7 @@ def flops_per_parameter(backward: bool = True) -> float:
     return jax.jit(step).lower(x, w, dy).cost_analysis()["flops"] / (rows * w.size)
 
 
-def training(expected: str, tolerance: str, parameters: float, tokens: float, backward: bool = True) -> Outcome:
+def training(claim: Claim, parameters: float, tokens: float, backward: bool = True) -> Outcome:
     """Measure the FLOPs of training a number of parameters on a number of tokens."""
     each = flops_per_parameter(backward)
     value = each * parameters * tokens
@@ -54,7 +53,7 @@ def training(expected: str, tolerance: str, parameters: float, tokens: float, ba
         f"{each:g} FLOPs for a parameter and a token, as XLA counts a product and its two gradients:",
         f"{each:g} x {parameters:.3g} x {tokens:.3g} = {value:.3g}",
     )
-    return Outcome(value, within(value, expected, tolerance), lines)
+    return Outcome(value, claim.met(value), lines)
 
 
 def plain_rate(gpu: Gpu) -> float:
@@ -62,7 +61,7 @@ def plain_rate(gpu: Gpu) -> float:
     return 2 * gpu.cores * gpu.lanes * gpu.clock_ghz * 1e9
 
 
-def years(expected: str, tolerance: str, gpu: str = "h100") -> Outcome:
+def years(claim: Claim, gpu: str = "h100") -> Outcome:
     """Measure how long one GPU takes to train GPT-3 without its matrix units."""
     on = GPUS[gpu]
     parameters = models.parameters(models.build(GPT3))
@@ -76,10 +75,10 @@ def years(expected: str, tolerance: str, gpu: str = "h100") -> Outcome:
         f"{on.kind}: {plain_rate(on):.3g} FLOP/s in float32 without matrix units, {on.peak:.3g} in bfloat16 with them,",
         f"with which it were {work / on.peak / YEAR:.1f} years at best.",
     )
-    return Outcome(value, within(value, expected, tolerance), lines, pictures.roofline)
+    return Outcome(value, claim.met(value), lines, pictures.roofline)
 
 
-def tokens_per_parameter(expected: str, tolerance: str, quantile: float = 0.5) -> Outcome:
+def tokens_per_parameter(claim: Claim, quantile: float = 0.5) -> Outcome:
     """Measure the median of tokens per parameter over the published compute-optimal models."""
     with OPTIMAL.open(newline="") as file:
         published = [(float(row["parameters"]), float(row["tokens"])) for row in csv.DictReader(file)]
@@ -88,17 +87,17 @@ def tokens_per_parameter(expected: str, tolerance: str, quantile: float = 0.5) -
     rows = [("parameters", "tokens", "ratio")]
     for (parameters, tokens), ratio in zip(published, ratios, strict=True):
         rows.append((f"{parameters:.3g}", f"{tokens:.3g}", f"{ratio:.2f}"))
-    return Outcome(value, within(value, expected, tolerance), tuple(table(rows)))
+    return Outcome(value, claim.met(value), tuple(table(rows)))
 
 
-def network(expected: str, tolerance: str, preset: str = "alps-gh200") -> Outcome:
+def network(claim: Claim, preset: str = "alps-gh200") -> Outcome:
     """Return the GB/s that one GPU of a cluster sends to other nodes, as the planner has them."""
     found = cluster(preset)
     value = found.across.bandwidth / 1e9
     lines = (
         f"{preset}: {found.per_host} x {found.gpu} to a node, {8 * value:g} Gb/s, {value:g} GB/s, each way for each",
     )
-    return Outcome(value, within(value, expected, tolerance), lines)
+    return Outcome(value, claim.met(value), lines)
 
 
 CHECKS = {

@@ -15,8 +15,7 @@ from jaxdist.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxdist.data.batches import Batch
 from jaxdist.data.order import global_rows
 from jaxdist.data.tokens import TokenWriter
-from jaxdist.lab.claim import Check, Outcome
-from jaxdist.lab.claims import within
+from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.phases import cpu_mesh
 from jaxdist.models import Params
 from jaxdist.output.tables import table
@@ -95,7 +94,7 @@ def rows_on(device: jax.Device, batch: Batch) -> Int[np.ndarray, "rows 2*S"]:
     return np.concatenate(parts, axis=1)
 
 
-def unique(expected: str, tolerance: str) -> Outcome:
+def unique(claim: Claim) -> Outcome:
     """Check that an epoch reads each sample once, on any number of hosts, in an order that epoch and seed determine."""
     with data_set() as data:
         first = {hosts: readers(hosts, seed=0, epoch=0, data=data) for hosts in HOSTS}
@@ -112,7 +111,7 @@ def unique(expected: str, tolerance: str) -> Outcome:
         f"a new order in a new epoch  {_yes(new_order)}",
         f"the same order with the same seed only  {_yes(repeats)}",
     )
-    return Outcome(value, str(value).lower() == expected, lines)
+    return Outcome(value, claim.met(value), lines)
 
 
 def _each_once(read: list[Int[np.ndarray, " n"]]) -> bool:
@@ -123,7 +122,7 @@ def _yes(true: bool) -> str:
     return "yes" if true else "no"
 
 
-def validation(expected: str, tolerance: str, meshes: tuple[str, ...] = MESHES) -> Outcome:
+def validation(claim: Claim, meshes: tuple[str, ...] = MESHES) -> Outcome:
     """Measure the largest relative difference of a mesh's validation loss from a plain sum over all held-out rows.
 
     The parameters are those before the first step. numpy takes the sum, in float64, over rows that numpy cut out of the
@@ -141,7 +140,7 @@ def validation(expected: str, tolerance: str, meshes: tuple[str, ...] = MESHES) 
     rows = [("mesh", "loss", "from the plain sum"), (f"plain sum over {HELD_OUT} rows", f"{wanted:.7f}", "")]
     for mesh, loss in found.items():
         rows.append((mesh, f"{loss:.7f}", f"{differences[mesh]:.1e}"))
-    return Outcome(value, within(value, expected, tolerance), tuple(table(rows)))
+    return Outcome(value, claim.met(value), tuple(table(rows)))
 
 
 def plain_loss(run: Run, params: Params, path: Path) -> float:

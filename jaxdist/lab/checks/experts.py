@@ -10,8 +10,7 @@ from flax import nnx
 
 from jaxdist.config import ModelConfig
 from jaxdist.lab import routing
-from jaxdist.lab.claim import Check, Outcome
-from jaxdist.lab.claims import within
+from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.phases import cpu_mesh
 from jaxdist.models.experts import Experts
 from jaxdist.output.tables import table
@@ -59,12 +58,7 @@ def cost(experts: int, per_token: int) -> Cost:
     return Cost(sum(w.size for w in jax.tree.leaves(weights)), compiled.cost_analysis()["flops"])
 
 
-def conditional(
-    expected: str,
-    tolerance: str,
-    counts: tuple[int, ...] = (4, 8, 16, 32),
-    per_token: int | None = 2,
-) -> Outcome:
+def conditional(claim: Claim, counts: tuple[int, ...] = (4, 8, 16, 32), per_token: int | None = 2) -> Outcome:
     """Measure the FLOPs with the most experts over those with the fewest.
 
     Each token goes through `per_token` experts, or through all of them if that is None.
@@ -89,7 +83,7 @@ def conditional(
         *table(rows),
         "The router has one column of weights for each expert, and its FLOPs are what grows.",
     )
-    return Outcome(value, within(value, expected, tolerance), lines, routing.picture)
+    return Outcome(value, claim.met(value), lines, routing.picture)
 
 
 CHECKS = {"moe-conditional": Check(conditional, {"per_token": None})}

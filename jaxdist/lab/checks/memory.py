@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jaxdist.lab import pictures
-from jaxdist.lab.claim import Check, Outcome
-from jaxdist.lab.claims import within
+from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.phases import cpu_mesh
 from jaxdist.mesh.split import compute_width
 from jaxdist.output.tables import table
@@ -103,7 +102,7 @@ def on_one_device(tree: Any, width: int | None = None) -> int:
     return count
 
 
-def factor(expected: str, tolerance: str, zero: int, devices: int = 1024) -> Outcome:
+def factor(claim: Claim, zero: int, devices: int = 1024) -> Outcome:
     """Measure how many times less a device holds than without partitioning."""
     whole = states(0, 1).total
     rows = [("devices", "states", "factor")]
@@ -111,10 +110,10 @@ def factor(expected: str, tolerance: str, zero: int, devices: int = 1024) -> Out
         total = states(zero, n).total
         rows.append((str(n), f"{total / GB:.2f} GB", f"{whole / total:.3f}"))
     value = whole / states(zero, devices).total
-    return Outcome(value, within(value, expected, tolerance), tuple(table(rows)))
+    return Outcome(value, claim.met(value), tuple(table(rows)))
 
 
-def linear(expected: str, tolerance: str, zero: int = 3) -> Outcome:
+def linear(claim: Claim, zero: int = 3) -> Outcome:
     """Check whether the factor is exactly the number of devices, at every power of two up to 1024."""
     whole = states(zero, 1).total
     counts = [2**n for n in range(11)]
@@ -124,10 +123,10 @@ def linear(expected: str, tolerance: str, zero: int = 3) -> Outcome:
     if all(found == n for n, found in factors.items()):
         value = "N"
     lines = table([("N", "factor"), *((str(n), f"{float(found):g}") for n, found in factors.items())])
-    return Outcome(value, value == expected, tuple(lines))
+    return Outcome(value, claim.met(value), tuple(lines))
 
 
-def gigabytes(expected: str, tolerance: str, zero: int, devices: int = 64) -> Outcome:
+def gigabytes(claim: Claim, zero: int, devices: int = 64) -> Outcome:
     """Measure the GB that a device holds of the states of a model of 7.5 billion parameters."""
     held = states(zero, devices)
     value = held.total / GB
@@ -136,7 +135,7 @@ def gigabytes(expected: str, tolerance: str, zero: int, devices: int = 64) -> Ou
         *table([(name, f"{count:8.3f} GB") for name, count in _in_gigabytes(held).items()]),
         *_gradients(held, zero),
     ]
-    return Outcome(value, within(value, expected, tolerance), tuple(lines), partial(_bars, devices=devices))
+    return Outcome(value, claim.met(value), tuple(lines), partial(_bars, devices=devices))
 
 
 def _in_gigabytes(held: States) -> dict[str, float]:
@@ -164,17 +163,15 @@ def _bars(path: Path, devices: int) -> None:
     pictures.bars(columns, "GB per device", title, path)
 
 
-def weights(expected: str, tolerance: str, dtype: str = "bfloat16") -> Outcome:
+def weights(claim: Claim, dtype: str = "bfloat16") -> Outcome:
     """Measure the GB of GPT-3's parameters."""
     count = models.parameters(models.build(GPT3))
     width = jnp.dtype(dtype).itemsize
     value = count * width / GB
-    return Outcome(value, within(value, expected, tolerance), (f"{count:,} parameters of {width} bytes",))
+    return Outcome(value, claim.met(value), (f"{count:,} parameters of {width} bytes",))
 
 
-def devices(
-    expected: str, tolerance: str, of: ModelConfig | int, dtype: str = "bfloat16", room: int = 8, exactly: int = 0
-) -> Outcome:
+def devices(claim: Claim, of: ModelConfig | int, dtype: str = "bfloat16", room: int = 8, exactly: int = 0) -> Outcome:
     """Measure how many devices of `room` GB hold the parameters of a model.
 
     The model is given by its configuration or by a number of parameters; `exactly` is the number that a rounded one
@@ -192,10 +189,10 @@ def devices(
     lines = [f"{count:,} parameters of {width} bytes are {count * width / GB:.2f} GB; a device has {room} GB"]
     if exactly:
         lines.append(f"of {exactly:,}, which the number stands for, it takes {needed(exactly)}")
-    return Outcome(needed(count), within(needed(count), expected, tolerance), tuple(lines))
+    return Outcome(needed(count), claim.met(needed(count)), tuple(lines))
 
 
-def per_parameter(expected: str, tolerance: str, precision: str = "mixed") -> Outcome:
+def per_parameter(claim: Claim, precision: str = "mixed") -> Outcome:
     """Measure the bytes per parameter of the train state, and of the gradients that the backward pass makes."""
     sizes = ModelConfig(layers=1, embed=16, heads=2, vocab=32, sequence=8)
     config = Config(precision=precision, model=sizes, optimizer=OptimizerConfig(warmup=0))
@@ -224,7 +221,7 @@ def per_parameter(expected: str, tolerance: str, precision: str = "mixed") -> Ou
         each[name] = Fraction(held, elements)
     value = f"{each['weights']} + {each['gradients']} + {each['master weights'] + each['moments']}"
     lines = table([(name, f"{bytes} bytes") for name, bytes in each.items()])
-    return Outcome(value, value == expected, (f"per parameter, {precision}:", *lines))
+    return Outcome(value, claim.met(value), (f"per parameter, {precision}:", *lines))
 
 
 CHECKS = {

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxdist.config import OptimizerConfig
 from jaxdist.config.optimizer import Role
-from jaxdist.lab.claim import Check, Outcome
+from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.output.tables import table
 from jaxdist.training.forward.optimizer import optimizer
 
@@ -19,7 +19,7 @@ EPSILON = 1e-8
 CONFIG = OptimizerConfig(learning_rate=1.0, schedule="constant", warmup=0, decay_fraction=0, weight_decay=0)
 
 
-def bias_correction(expected: str, tolerance: str, form: Literal["power", "lecture"] = "power") -> Outcome:
+def bias_correction(claim: Claim, form: Literal["power", "lecture"] = "power") -> Outcome:
     """Measure at which of the first steps a form of the correction gives the updates of the trainer's optimizer.
 
     `form` "power" divides by 1 - beta^t, "lecture" by 1 - beta. In float64, so that rounding hides nothing.
@@ -27,13 +27,13 @@ def bias_correction(expected: str, tolerance: str, form: Literal["power", "lectu
     gradients = np.random.default_rng(0).normal(size=(STEPS, SIZE))
     updates = _trainer_updates(gradients)
     differences = {name: _differences(updates, gradients, name) for name in ("power", "lecture")}
-    equal = [t for t in range(1, STEPS + 1) if differences[form][t - 1] <= float(tolerance)]
+    equal = [t for t in range(1, STEPS + 1) if differences[form][t - 1] <= float(claim.tolerance)]
     value = f"equal to optax at t = {_span(equal)}"
     rows = [("t", "by 1 - beta^t", "by 1 - beta")]
     for t in range(1, STEPS + 1):
         rows.append((str(t), *(f"{of[t - 1]:.1e}" for of in differences.values())))
     lines = ("largest relative difference from the trainer's update:", *table(rows))
-    return Outcome(value, value == expected, lines)
+    return Outcome(value, claim.met(value), lines)
 
 
 def _span(steps: list[int]) -> str:

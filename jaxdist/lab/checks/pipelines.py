@@ -16,8 +16,7 @@ from jaxdist.config import Config, ModelConfig, PipelineConfig, TrainConfig
 from jaxdist.explain import CPU
 from jaxdist.lab import pictures
 from jaxdist.lab.checks.memory import GPT3
-from jaxdist.lab.claim import Check, Outcome
-from jaxdist.lab.claims import within
+from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.schedules import TIMES
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split
@@ -49,20 +48,20 @@ def formula(text: str, **values: int) -> Fraction:
     return value(ast.parse(text, mode="eval").body)
 
 
-def speed_up(expected: str, tolerance: str, stages: int = 4, micro_batches: int = 1) -> Outcome:
+def speed_up(claim: Claim, stages: int = 4, micro_batches: int = 1) -> Outcome:
     """Measure the speed-up of a pipeline over one device that runs all stages one after the other."""
     schedule = make("gpipe", stages, micro_batches)
     cost = bubble(schedule, TIMES)
     value = float(stages * cost.work / cost.lockstep)
     lines = (f"bubble {cost.share} of the time on {stages} devices", *timeline.text(schedule).splitlines())
-    return Outcome(value, within(value, expected, tolerance), lines, partial(timeline.picture, schedule))
+    return Outcome(value, claim.met(value), lines, partial(timeline.picture, schedule))
 
 
-def bubble_fraction(expected: str, tolerance: str, schedule: str = "gpipe") -> Outcome:
+def bubble_fraction(claim: Claim, schedule: str = "gpipe") -> Outcome:
     """Check the share of time that a rank waits, in every pipeline of up to 8 stages and 32 micro-batches."""
     counted = {(S, M): bubble(make(schedule, S, M), TIMES).share for S in STAGES for M in MICRO_BATCHES}
-    wrong = [(S, M) for (S, M), share in counted.items() if share != formula(expected, S=S, M=M)]
-    value = expected
+    wrong = [(S, M) for (S, M), share in counted.items() if share != formula(claim.expected, S=S, M=M)]
+    value = claim.expected
     if wrong:
         S, M = wrong[0]
         value = f"{counted[S, M]} at S, M = {S}, {M}"
@@ -97,19 +96,19 @@ def _most(forward: np.ndarray, backward: np.ndarray) -> int:
     return most
 
 
-def stashed(expected: str, tolerance: str, schedule: str = "pipedream") -> Outcome:
+def stashed(claim: Claim, schedule: str = "pipedream") -> Outcome:
     """Measure the weight versions of the first and last of S stages, in pipelines of 2 to 8 over many batches."""
     # Enough batches for every rank to reach its steady state.
     found = {S: versions(make(schedule, S, 4 * S)) for S in range(2, 9)}
-    value = expected
+    value = claim.expected
     for S, of in found.items():
         span = f"{of[0]}..{of[-1]}"
-        if span != expected.replace("S", str(S)):
+        if span != claim.expected.replace("S", str(S)):
             value = f"{span} of {S} stages"
             break
     rows = [(str(S), " ".join(map(str, of))) for S, of in found.items()]
     lines = tuple(table([("S", "versions by rank"), *rows]))
-    return Outcome(value, value == expected, lines, partial(timeline.picture, make(schedule, 4, 8)))
+    return Outcome(value, claim.met(value), lines, partial(timeline.picture, make(schedule, 4, 8)))
 
 
 def planned(config: Config) -> ShardedModel:
@@ -119,7 +118,7 @@ def planned(config: Config) -> ShardedModel:
     return ShardedModel(split, models.build(config.model, layout), layout)
 
 
-def layer_split(expected: str, tolerance: str, stages: int = 64) -> Outcome:
+def layer_split(claim: Claim, stages: int = 64) -> Outcome:
     """Measure how many stages have how many layers, and whether the planner's note says what an uneven split costs."""
     config = Config(mesh=f"1x8x{stages}", precision="mixed", model=GPT3, pipeline=PipelineConfig(microbatches=stages))
     pipe = planned(config).pipe
@@ -134,10 +133,10 @@ def layer_split(expected: str, tolerance: str, stages: int = 64) -> Outcome:
     if not lines:
         lines = ["all stages are alike"]
     drawn = partial(pictures.cube, model=8, layers=pipe.stages.sizes)
-    return Outcome(value, value == expected and reported, tuple(lines), drawn)
+    return Outcome(value, claim.met(value) and reported, tuple(lines), drawn)
 
 
-def inter_intra(expected: str, tolerance: str, inter: str = "1x1x4", intra: str = "1x4x1") -> Outcome:
+def inter_intra(claim: Claim, inter: str = "1x1x4", intra: str = "1x4x1") -> Outcome:
     """Compare a pipeline with tensor parallelism on as many devices: bytes sent per device and step, and idle time."""
     sizes = ModelConfig(family="llama", layers=16, embed=2048, heads=16, vocab=32000, sequence=2048)
     train = TrainConfig(global_batch_size=32, accumulation=8)
@@ -152,7 +151,7 @@ def inter_intra(expected: str, tolerance: str, inter: str = "1x1x4", intra: str 
         rows.append((f"{name}, {mesh}", size(sent[name]), f"{idle[name]:.1%}"))
     value = f"bytes: PP {_sign(sent)} TP; idle: PP {_sign(idle)} TP"
     about = f"{sizes.layers} layers of {sizes.embed}; 8 micro-batches of 4 rows of {sizes.sequence}:"
-    return Outcome(value, value == expected, (about, *table(rows)))
+    return Outcome(value, claim.met(value), (about, *table(rows)))
 
 
 def _sign(of: dict[str, float]) -> str:

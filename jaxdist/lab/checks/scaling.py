@@ -9,7 +9,7 @@ from jaxdist.bench.scaling_picture import draw
 from jaxdist.bench.scaling_text import lines
 from jaxdist.bench.study import Study, measure
 from jaxdist.cluster.runtime import first
-from jaxdist.lab.claim import Check, Outcome
+from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.phases import cpu_mesh
 from jaxdist.request import load
 from jaxdist.training.run import Run
@@ -25,14 +25,12 @@ REPEATS = 4
 """Steps that are timed."""
 
 
-def strong(
-    expected: str, tolerance: str, mode: str = "strong", counts: tuple[int, ...] = COUNTS, batch: int = 64
-) -> Outcome:
+def strong(claim: Claim, mode: str = "strong", counts: tuple[int, ...] = COUNTS, batch: int = 64) -> Outcome:
     """Measure the rows per device on each number of devices, at ZeRO 0 and 3, and the loss after the same steps.
 
     Times are shown, not judged: virtual devices share the cores of one CPU.
     """
-    allowed_work, allowed_loss = (part.strip() for part in tolerance.split("/"))
+    allowed_work, allowed_loss = (part.strip() for part in claim.tolerance.split("/"))
     # Split the CPU for the largest mesh, before a smaller one is made.
     cpu_mesh(f"{counts[-1]}x1x1")
     config = load(CONFIG, {"train.global_batch_size": str(batch)})
@@ -50,7 +48,7 @@ def strong(
         # Also for a difference that is not a number.
         value = f"work per device 1/n; loss {difference:.1e} apart"
     largest = f"largest relative difference of the loss from one device: {difference:.1e}"
-    return Outcome(value, value == expected, (*lines(result), largest), partial(draw, result))
+    return Outcome(value, claim.met(value), (*lines(result), largest), partial(draw, result))
 
 
 def _rows(study: Study, count: int) -> int:

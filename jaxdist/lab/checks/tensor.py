@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist.lab import pictures
-from jaxdist.lab.claim import Check, Outcome
+from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.phases import calls_on_arrays, cpu_mesh
 from jaxdist.parallel.tensor import einsum, enter
 from jaxdist.planning.hlo import collectives
@@ -60,7 +60,7 @@ def _calls(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh) -> dict[str, in
     return calls_on_arrays(collectives(lowered.compile().as_text(), mesh))
 
 
-def column_row(expected: str, tolerance: str, sequence: bool = False) -> Outcome:
+def column_row(claim: Claim, sequence: bool = False) -> Outcome:
     """Measure the all-reduces of the forward and the backward pass; there may be no other collective."""
     found = block(sequence)
     forward = found.forward.get(ALL_REDUCE, 0)
@@ -74,7 +74,7 @@ def column_row(expected: str, tolerance: str, sequence: bool = False) -> Outcome
         f"backward  {_calls_text(found.backward)}",
     )
     drawn = partial(pictures.column_row, forward=forward, backward=backward)
-    return Outcome(value, value == expected and not others, lines, drawn)
+    return Outcome(value, claim.met(value) and not others, lines, drawn)
 
 
 def _calls_text(calls: dict[str, int]) -> str:
@@ -83,7 +83,7 @@ def _calls_text(calls: dict[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in calls.items())
 
 
-def split(expected: str, tolerance: str, by: str = "columns", size: int = 4096) -> Outcome:
+def split(claim: Claim, by: str = "columns", size: int = 4096) -> Outcome:
     """Measure the shard of a square weight over 2 devices, and compare the matmul with that of the whole weight."""
     mesh = cpu_mesh("1x2x1")
     layout = Layout.on(mesh)
@@ -111,7 +111,7 @@ def split(expected: str, tolerance: str, by: str = "columns", size: int = 4096) 
     difference = float(np.max(np.abs(found - whole)) / np.max(np.abs(whole)))
     value = " x ".join(map(str, weight.addressable_shards[0].data.shape))
     lines = (f"the product differs from that of the whole weight by {difference:.1e} of its largest element",)
-    return Outcome(value, value == expected and difference <= float(tolerance), lines)
+    return Outcome(value, claim.met(value) and difference <= float(claim.tolerance), lines)
 
 
 CHECKS = {

@@ -9,8 +9,7 @@ import jax
 
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from jaxdist.lab import fsdp_walkthrough
-from jaxdist.lab.claim import Check, Outcome
-from jaxdist.lab.claims import within
+from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.phases import cpu_mesh, shape_text
 from jaxdist.mesh import DATA
 from jaxdist.output.tables import table
@@ -48,7 +47,7 @@ def elements(zero: int, layers: int, devices: int = 4) -> tuple[float, float]:
     return sent, communication.data_parallel(run.sharded)
 
 
-def volume(expected: str, tolerance: str, zero: int) -> Outcome:
+def volume(claim: Claim, zero: int) -> Outcome:
     """Measure what a device sends, relative to plain data parallelism.
 
     At stages below 3 that is the whole step. At stage 3 it is one layer, by the difference to a step with one layer
@@ -69,10 +68,10 @@ def volume(expected: str, tolerance: str, zero: int) -> Outcome:
             "A layer is gathered in both passes; the table, which is no layer, once for both: 2, not 3 elements."
         )
     value = sent / plain
-    return Outcome(value, within(value, expected, tolerance), (*table(rows), *remarks))
+    return Outcome(value, claim.met(value), (*table(rows), *remarks))
 
 
-def two_by_two(expected: str, tolerance: str, micro_batches: int = 4) -> Outcome:
+def two_by_two(claim: Claim, micro_batches: int = 4) -> Outcome:
     """Measure the units of a device in the schedule, and how often the compiled step reduces a gradient over data."""
     config = Config(
         mesh="2x1x2",
@@ -96,10 +95,10 @@ def two_by_two(expected: str, tolerance: str, micro_batches: int = 4) -> Outcome
         "each of the two pipelines:",
         *timeline.text(schedule).splitlines(),
     )
-    return Outcome(value, value == expected, lines, partial(timeline.picture, schedule))
+    return Outcome(value, claim.met(value), lines, partial(timeline.picture, schedule))
 
 
-def walkthrough(expected: str, tolerance: str, zero: int = 3) -> Outcome:
+def walkthrough(claim: Claim, zero: int = 3) -> Outcome:
     """Run the lab of that name: count the collectives of its phases, each compiled by itself, and of the fused step."""
     result = fsdp_walkthrough.measure(zero)
     gather = fsdp_walkthrough.GATHER
@@ -120,7 +119,7 @@ def walkthrough(expected: str, tolerance: str, zero: int = 3) -> Outcome:
         "layer's gather is used again. python -m jaxdist.lab fsdp-walkthrough tells every phase.",
         "no weight is updated before the backward pass has ended" if result.untouched else "A WEIGHT CHANGED EARLY",
     )
-    return Outcome(value, value == expected and result.passed, lines)
+    return Outcome(value, claim.met(value) and result.passed, lines)
 
 
 CHECKS = {

@@ -8,8 +8,7 @@ from functools import lru_cache, partial
 import jax
 from flax import nnx
 
-from jaxdist.lab.claim import Check, Outcome
-from jaxdist.lab.claims import within
+from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.reductions.execute import Run, counted, study, total
 from jaxdist.lab.reductions.orders import Fit, fit
 from jaxdist.lab.reductions.picture import draw
@@ -43,7 +42,7 @@ def orders(found: dict[str, Fit]) -> str:
     return "/".join(found[what].order for what in WHAT)
 
 
-def grows(expected: str, tolerance: str, algorithm: str, sizes: tuple[int, ...] = SIZES) -> Outcome:
+def grows(claim: Claim, algorithm: str, sizes: tuple[int, ...] = SIZES) -> Outcome:
     """Measure the orders of an algorithm, from programs that are compiled and run for each K of `sizes`."""
     runs = study((algorithm, K) for K in sizes)
     found = fits(runs)
@@ -55,7 +54,7 @@ def grows(expected: str, tolerance: str, algorithm: str, sizes: tuple[int, ...] 
     value = orders(found)
     picture = partial(draw, [algorithm], {algorithm: runs})
     # An algorithm that is fast but adds up wrongly must not pass.
-    return Outcome(value, value == expected and sums_right, tuple(lines), picture)
+    return Outcome(value, claim.met(value) and sums_right, tuple(lines), picture)
 
 
 def _fit_text(found: Fit) -> str:
@@ -66,23 +65,14 @@ def _fit_text(found: Fit) -> str:
 
 
 def example(
-    expected: str,
-    tolerance: str,
-    algorithm: str = "tree",
-    rows: Sequence[Sequence[float]] = ((5, 1), (2, 3), (7, 8), (4, 2)),
+    claim: Claim, algorithm: str = "tree", rows: Sequence[Sequence[float]] = ((5, 1), (2, 3), (7, 8), (4, 2))
 ) -> Outcome:
     """Measure the element-wise sum of one row for each rank."""
     value = " and ".join(f"{one:g}" for one in total(algorithm, rows))
-    return Outcome(value, value == expected, tuple(f"rank {rank}: {row}" for rank, row in enumerate(rows)))
+    return Outcome(value, claim.met(value), tuple(f"rank {rank}: {row}" for rank, row in enumerate(rows)))
 
 
-def server(
-    expected: str,
-    tolerance: str,
-    algorithm: str = "parameter-server",
-    workers: int = 256,
-    seconds: float = 1 / 3,
-) -> Outcome:
+def server(claim: Claim, algorithm: str = "parameter-server", workers: int = 256, seconds: float = 1 / 3) -> Outcome:
     """Measure GiB/s into and out of the busiest node; each worker has a gradient of ResNet-50 every `seconds`."""
     traffic = counted(algorithm, workers)
     array = 4 * workers
@@ -94,7 +84,7 @@ def server(
         f"a gradient of ResNet-50 has {gradient:,} bytes, {gradient / 2**20:.1f} MiB; {workers} workers, {algorithm}:",
         f"into the busiest node {into:.1f} GiB/s, out of it {out:.1f} GiB/s",
     )
-    near = within(into, expected, tolerance) and within(out, expected, tolerance)
+    near = claim.met(into) and claim.met(out)
     return Outcome(round(into, 2), near, lines)
 
 

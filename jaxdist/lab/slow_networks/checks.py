@@ -9,8 +9,7 @@ from functools import partial
 import numpy as np
 
 from jaxdist.lab import two_layers
-from jaxdist.lab.claim import Check, Outcome
-from jaxdist.lab.claims import within
+from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.reductions.checks import gradient_bytes
 from jaxdist.lab.slow_networks import byte_model, compressed, picture, replicas, server, timeline, top_k
 from jaxdist.output.tables import table
@@ -32,7 +31,7 @@ def _apart(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
-def server_equal(expected: str, tolerance: str, missing: int = 0) -> Outcome:
+def server_equal(claim: Claim, missing: int = 0) -> Outcome:
     """Measure how far the model of a parameter server is from one device's, after a step on the same rows.
 
     `missing`: the number of workers, the last ones, for which the server does not wait.
@@ -44,10 +43,10 @@ def server_equal(expected: str, tolerance: str, missing: int = 0) -> Outcome:
     for K, difference in apart.items():
         rows.append((str(K), str(two_layers.ROWS // K), f"{difference:.1e}"))
     change = _apart(server.initial(), wanted)
-    return Outcome(value, within(value, expected, tolerance), (*table(rows), f"the step changes it by {change:.1e}"))
+    return Outcome(value, claim.met(value), (*table(rows), f"the step changes it by {change:.1e}"))
 
 
-def server_direction(expected: str, tolerance: str, push: server.Push = "gradients") -> Outcome:
+def server_direction(claim: Claim, push: server.Push = "gradients") -> Outcome:
     """Read from the compiled program, and from the numbers in each message, what goes into and out of the master."""
     steps = [server.run(K, push) for K in WORKERS]
     # The counts in terms of K: the same text for each number of workers.
@@ -60,7 +59,7 @@ def server_direction(expected: str, tolerance: str, push: server.Push = "gradien
     for name, node in (("master", last.workers), ("a worker", 0)):
         sizes = [str(sum(one.bytes for one in last.carried(node, into))) for into in (True, False)]
         rows.append((name, *sizes, _flows(last, node)))
-    return Outcome(value, value == expected, tuple(table(rows)))
+    return Outcome(value, claim.met(value), tuple(table(rows)))
 
 
 def _flows(step: server.ServerStep, node: int) -> str:
@@ -78,9 +77,7 @@ def _carried(step: server.ServerStep, node: int, into: bool) -> str:
     return " and ".join(parts) or "nothing"
 
 
-def federated(
-    expected: str, tolerance: str, local_steps: int = 1, rate: float = 0.5, others: tuple[int, ...] = (5, 30)
-) -> Outcome:
+def federated(claim: Claim, local_steps: int = 1, rate: float = 0.5, others: tuple[int, ...] = (5, 30)) -> Outcome:
     """Measure how far averaged models are from SGD of one device on the rows of all, after 60 steps.
 
     `local_steps` are made between averages, `others` are numbers of them to show. Each replica has a text of its own,
@@ -99,7 +96,7 @@ def federated(
         rows.append((name, str(one.crossed), sent, f"{loss:.4f}", f"{_apart(one.mean, alone):.1e}"))
     lines = (f"{REPLICAS} replicas, each with its own text; {len(batches)} steps of SGD at {rate}:", *table(rows))
     drawn = partial(picture.averaging, synchronous, trained)
-    return Outcome(value, within(value, expected, tolerance), lines, drawn)
+    return Outcome(value, claim.met(value), lines, drawn)
 
 
 def _local(H: int, rate: float, batches: np.ndarray) -> replicas.Trained:
@@ -107,7 +104,7 @@ def _local(H: int, rate: float, batches: np.ndarray) -> replicas.Trained:
     return replicas.local_steps([H] * REPLICAS, rate, batches.reshape(-1, H, *batches.shape[1:]))
 
 
-def straggler(expected: str, tolerance: str, local_steps: int = 8, slow_steps: int = 4) -> Outcome:
+def straggler(claim: Claim, local_steps: int = 8, slow_steps: int = 4) -> Outcome:
     """Measure the time of steps with one worker at half speed, relative to that with none, in a model of time.
 
     Synchronous, then with `local_steps` between averages, of which the slow worker makes `slow_steps`. The shares of
@@ -142,10 +139,10 @@ def straggler(expected: str, tolerance: str, local_steps: int = 8, slow_steps: i
         f"{steps} steps of a fast worker, time in its steps; {float(all_fast.time):g} if all are fast",
         *table(rows),
     )
-    return Outcome(value, value == expected and exact, lines, picture.timelines)
+    return Outcome(value, claim.met(value) and exact, lines, picture.timelines)
 
 
-def top_k_only(expected: str, tolerance: str, density: float = 0.01, feedback: bool = True, steps: int = 40) -> Outcome:
+def top_k_only(claim: Claim, density: float = 0.01, feedback: bool = True, steps: int = 40) -> Outcome:
     """Measure the bytes that come in for each element of a tensor, and whether the rest arrives later or still waits.
 
     The tensor is the output matrix of a model that learns on two replicas. Bytes are read from the compiled program,
@@ -174,10 +171,10 @@ def top_k_only(expected: str, tolerance: str, density: float = 0.01, feedback: b
     lines = (
         f"{steps} gradients of {gradients.shape[-1]:,} elements on 2 replicas, norms relative to that of the sum:",
     )
-    return Outcome(value, value == expected, (*lines, *table(rows)), partial(picture.feedback, gradients, density))
+    return Outcome(value, claim.met(value), (*lines, *table(rows)), partial(picture.feedback, gradients, density))
 
 
-def top_k_int8(expected: str, tolerance: str, density: float = 0.01) -> Outcome:
+def top_k_int8(claim: Claim, density: float = 0.01) -> Outcome:
     """Measure the bytes that one of two replicas sends for each element of a gradient, by the trainer's own rule.
 
     They are read from the compiled program. The claim counts places of 32 bits and no scales, the trainer sends places
@@ -210,7 +207,7 @@ def top_k_int8(expected: str, tolerance: str, density: float = 0.01) -> Outcome:
         f"{found.bytes_of('u16') - wide:+.3f} and {scales:+.3f} bytes.",
         f"lost of the sum: {lost:.1e}; rounded of the largest, apart from the residual of the sum: {rounded}",
     )
-    near = all(within(bytes, expected, tolerance) for bytes in (found.bytes, as_claimed))
+    near = all(claim.met(bytes) for bytes in (found.bytes, as_claimed))
     return Outcome(found.bytes, near and rounded == 0 and lost <= 1e-6, lines)
 
 
@@ -228,11 +225,7 @@ def _rounded_largest(gradients: np.ndarray, summed: compressed.Summed, density: 
 
 
 def top_k_int8_loss(
-    expected: str,
-    tolerance: str,
-    rule: str = "topk-int8",
-    others: Sequence[str] = ("bfloat16", "int8", "powersgd"),
-    steps: int = 100,
+    claim: Claim, rule: str = "topk-int8", others: Sequence[str] = ("bfloat16", "int8", "powersgd"), steps: int = 100
 ) -> Outcome:
     """Measure the held-out loss after training with gradients summed by a rule, minus that with exact sums.
 
@@ -254,11 +247,11 @@ def top_k_int8_loss(
         f"how often each byte occurs, alone: {unigram:.4f}",
     )
     # An agreement of models that have learned nothing would say nothing.
-    passed = within(value, expected, tolerance, of=losses["exact"]) and losses["exact"] < unigram
+    passed = claim.met(value, of=losses["exact"]) and losses["exact"] < unigram
     return Outcome(value, passed, lines, partial(picture.bytes_and_loss, trained))
 
 
-def dgc_ratio(expected: str, tolerance: str, whole: float = 97, sent: float = 0.35) -> Outcome:
+def dgc_ratio(claim: Claim, whole: float = 97, sent: float = 0.35) -> Outcome:
     """Divide the published sizes of a gradient of ResNet-50, in MB: arithmetic, nothing is measured."""
     value = whole / sent
     own = gradient_bytes()
@@ -268,15 +261,11 @@ def dgc_ratio(expected: str, tolerance: str, whole: float = 97, sent: float = 0.
         f"the first checks: a gradient of jaxdist's ResNet-50 has {own:,} bytes, {own / 2**20:.1f} MiB in float32",
         f"0.1 % of its elements, each with a place of 32 bits, would be {places:.2f} MiB",
     )
-    return Outcome(value, within(value, expected, tolerance), lines)
+    return Outcome(value, claim.met(value), lines)
 
 
 def delay(
-    expected: str,
-    tolerance: str,
-    rule: str = "delayed averaging",
-    rates: Sequence[float] = (0.1, 0.5),
-    steps: int = 300,
+    claim: Claim, rule: str = "delayed averaging", rates: Sequence[float] = (0.1, 0.5), steps: int = 300
 ) -> Outcome:
     """Measure the held-out loss with gradients that cross one step late, minus that with gradients on time.
 
@@ -288,7 +277,7 @@ def delay(
     trained = {name: replicas.train(name, rates, batches) for name in rules}
     losses = {name: [byte_model.validation_loss(one.mean) for one in of] for name, of in trained.items()}
     gaps = [late - timely for late, timely in zip(losses[rule], losses["on time"], strict=True)]
-    held = [within(gap, expected, tolerance, of=loss) for gap, loss in zip(gaps, losses["on time"], strict=True)]
+    held = [claim.met(gap, of=loss) for gap, loss in zip(gaps, losses["on time"], strict=True)]
     value = max(gaps, key=abs)
     rows = [("rate", "on time", rule, "gap", "of the loss", "weights apart", "stale alone")]
     for at, rate in enumerate(rates):
