@@ -25,7 +25,7 @@ def permute(seed: int, epoch: int, n: int, index: Int[np.ndarray, "..."]) -> Int
     """
     assert n > 0, "an empty set has no permutation"
     assert index.size == 0 or 0 <= index.min() <= index.max() < n, f"position outside range({n})"
-    width = max(1, ((int(n) - 1).bit_length() + 1) // 2)
+    width = np.uint64(max(1, ((int(n) - 1).bit_length() + 1) // 2))
     keys = _round_keys(seed, epoch)
     images = _feistel(index.ravel().astype(np.uint64), width, keys)
     outside = images >= n
@@ -33,6 +33,28 @@ def permute(seed: int, epoch: int, n: int, index: Int[np.ndarray, "..."]) -> Int
         images[outside] = _feistel(images[outside], width, keys)
         outside = images >= n
     return images.astype(np.int64).reshape(index.shape)
+
+
+def permute_each(
+    seeds: UInt64[np.ndarray, " n"],
+    epochs: Int[np.ndarray, " n"],
+    sizes: Int[np.ndarray, " n"],
+    index: Int[np.ndarray, " n"],
+) -> Int[np.ndarray, " n"]:
+    """Return what `permute` does of each position, with a seed, an epoch and a size (below 2^53) of its own."""
+    assert ((index >= 0) & (index < sizes)).all(), "a position outside its range"
+    # The exponent of a float64 is the length of the integer in bits.
+    bits = np.frexp((sizes - 1).astype(np.float64))[1]
+    width = np.maximum(1, (bits + 1) // 2).astype(np.uint64)
+    states = splitmix64(splitmix64(seeds) + epochs.astype(np.uint64))
+    keys = np.stack([splitmix64(states + np.uint64(r)) for r in range(1, ROUNDS + 1)])
+    limits = sizes.astype(np.uint64)
+    images = _feistel(index.astype(np.uint64), width, keys)
+    outside = np.flatnonzero(images >= limits)
+    while outside.size:
+        images[outside] = _feistel(images[outside], width[outside], keys[:, outside])
+        outside = outside[images[outside] >= limits[outside]]
+    return images.astype(np.int64)
 
 
 def global_rows(seed: int, step: int, batch: int, n: int) -> Int[np.ndarray, " batch"]:
@@ -70,16 +92,20 @@ def held_out_rows(n: int, batch: int, limit: int) -> Iterator[Int[np.ndarray, " 
         yield np.where(rows < n, rows, -1)
 
 
-def _feistel(x: UInt64[np.ndarray, "..."], width: int, keys: UInt64[np.ndarray, " rounds"]) -> np.ndarray:
-    """Apply a bijection of the numbers of 2 x `width` bits: each round mixes one half into the other."""
-    w = np.uint64(width)
-    left = x >> w
-    right = x & np.uint64((1 << width) - 1)
+def _feistel(
+    x: UInt64[np.ndarray, " n"], width: UInt64[np.ndarray, "..."], keys: UInt64[np.ndarray, "rounds ..."]
+) -> UInt64[np.ndarray, " n"]:
+    """Apply a bijection of the numbers of 2 x `width` bits: each round mixes one half into the other.
+
+    The width, and the key of a round, are one for all numbers or one for each.
+    """
+    left = x >> width
+    right = x & ((np.uint64(1) << width) - np.uint64(1))
     for key in keys:
-        mixed = left ^ (splitmix64(right + key) >> (np.uint64(64) - w))
+        mixed = left ^ (splitmix64(right + key) >> (np.uint64(64) - width))
         left = right
         right = mixed
-    return (left << w) | right
+    return (left << width) | right
 
 
 def _round_keys(seed: int, epoch: int) -> UInt64[np.ndarray, " rounds"]:
