@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxdist.cluster.consensus import agreed, from_all, leader
 from jaxdist.config import RequestError
+from jaxdist.files.reasons import reason
 
 PATIENCE = 5.0
 """Seconds within which the other hosts must see a file that one host has written."""
@@ -46,9 +47,7 @@ def write_marker(folder: Path, size: int) -> int:
             )
         marker_path(folder, number).write_text("seen\n")
     except OSError as error:
-        raise RequestError(
-            f"{folder} cannot be written ({(error.strerror or str(error)).lower()}); name another --run-dir"
-        ) from error
+        raise RequestError(f"{folder} cannot be written ({reason(error)}); name another --run-dir") from error
     return number
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from jaxdist.config import RequestError
 from jaxdist.files import open_regular
+from jaxdist.files.reasons import reason
 
 LARGEST = 1 << 22
 """Bytes of the largest small file: tokenizer_config.json has up to 500 thousand, a chat template 20 thousand."""
@@ -42,8 +43,8 @@ def read_bytes(path: Path, largest: int, links: bool = True) -> bytes:
         with open_regular(path, links) as file:
             content = file.read(largest + 1)
     except OSError as error:
-        reason = "it is a symbolic link" if error.errno == errno.ELOOP else (error.strerror or str(error)).lower()
-        raise RequestError(f"'{path}' cannot be read: {reason}; put the right file there") from error
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else reason(error)
+        raise RequestError(f"'{path}' cannot be read: {why}; put the right file there") from error
     if len(content) > largest:
         raise RequestError(f"'{path}' is larger than {largest >> 20} MiB; put the right file there")
     return content

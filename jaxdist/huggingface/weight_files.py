@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from jaxdist.config import DataLost
+from jaxdist.files.reasons import reason
 from jaxdist.huggingface.parts import Span, extents
 from jaxdist.huggingface.safetensors_file import DTYPES
 from jaxdist.huggingface.tensor_checks import Tensors
@@ -57,7 +58,7 @@ class WeightFiles:
                 if _fill(self._open[path], run, start) < len(run):
                     raise DataLost(f"'{path}' has become shorter while it was read; copy it again")
         except OSError as error:
-            raise DataLost(f"'{path}' cannot be read any more: {(error.strerror or str(error)).lower()}") from error
+            raise DataLost(f"'{path}' cannot be read any more: {reason(error)}") from error
         self.asked += runs.size
         return values
 

@@ -9,6 +9,7 @@ from typing import Any
 from jaxdist.config import RequestError
 from jaxdist.files import open_regular
 from jaxdist.files.json_files import parse_json
+from jaxdist.files.reasons import reason
 from jaxdist.request.knobs import shown
 
 USUAL_PROMPT = "def "
@@ -63,7 +64,7 @@ def read_prompts(path: Path) -> list[str]:
         with open_regular(path, links=True) as file:
             content = file.read(LARGEST + 1)
     except OSError as error:
-        raise RequestError(f"--prompts '{path}' cannot be read: {(error.strerror or str(error)).lower()}") from error
+        raise RequestError(f"--prompts '{path}' cannot be read: {reason(error)}") from error
     if len(content) > LARGEST:
         raise RequestError(f"--prompts '{path}' is larger than {LARGEST >> 20} MiB; split it")
     try:

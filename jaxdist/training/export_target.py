@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.config import Busy, Failed, RequestError
+from jaxdist.files.reasons import reason
 from jaxdist.process import stop_signals
 from jaxdist.training import export_marks
 
@@ -61,7 +62,7 @@ def exporting(target: Path, replace: bool) -> Iterator[Path]:
         # What failed may be a file of the run.
         where = f" ({error.filename})" if error.filename and error.errno not in NO_ROOM else ""
         raise Failed(
-            f"the export to '{target}' failed: {_reason(error)}{where}; nothing of it is left: free some room or "
+            f"the export to '{target}' failed: {reason(error)}{where}; nothing of it is left: free some room or "
             f"mend the disk, and export again"
         ) from error
     finally:
@@ -78,7 +79,7 @@ def _prepare(workspace: _Workspace, replace: bool) -> _Found | None:
         _check_replaceable(target, there, replace)
         workspace.make()
     except OSError as error:
-        raise RequestError(f"--export '{target}' cannot be written: {_reason(error)}; name another") from error
+        raise RequestError(f"--export '{target}' cannot be written: {reason(error)}; name another") from error
     return there
 
 
@@ -263,7 +264,3 @@ def _remove(folder: Path) -> None:
         if not os.path.lexists(folder / "old"):
             (folder / "lock").unlink(missing_ok=True)
             folder.rmdir()
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()

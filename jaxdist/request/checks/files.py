@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxdist.config import Config, RequestError
 from jaxdist.data.readers import holds_tokens
+from jaxdist.files.reasons import reason
 from jaxdist.request.checks.registry import check
 from jaxdist.weights.named import model_folder, needs_tokenizer
 
@@ -144,8 +145,7 @@ def check_output(what: str, path: str | Path, example: str) -> None:
         _check_no_run(output, Path(path))
     except OSError as error:
         # For example, the name may be too long.
-        reason = (error.strerror or str(error)).lower()
-        raise RequestError(f"{output} cannot be written: {reason}; name another file") from error
+        raise RequestError(f"{output} cannot be written: {reason(error)}; name another file") from error
 
 
 def check_output_folder(what: str, path: Path) -> None:
@@ -176,8 +176,7 @@ def check_output_folder(what: str, path: Path) -> None:
                 f"{full / 'exported'}/"
             )
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise RequestError(f"{output} cannot be written: {reason}; name another folder") from error
+        raise RequestError(f"{output} cannot be written: {reason(error)}; name another folder") from error
 
 
 def _check_regular(output: str, path: Path, example: str) -> None:
