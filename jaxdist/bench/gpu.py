@@ -27,6 +27,7 @@ from jaxdist.config import RequestError, nearest
 from jaxdist.config.values import Count, CountOrZero, FileName, RowsOrZero, WholeSeconds
 from jaxdist.doctor.software import FRACTIONS, refused
 from jaxdist.files import write_whole
+from jaxdist.process.exit_codes import how_it_ended
 from jaxdist.request import JSON, Extra, arguments, check_output, load
 
 DESCRIPTION = (
@@ -344,10 +345,8 @@ def _answer(
         if answer_file.exists():
             answer = json.loads(answer_file.read_text())
             return answer.get("value"), answer.get("problem", "")
-        how = f"ended with {code}"
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        return None, f"its process {how}; its last words: {_last_words(log_file.read_text(errors='replace'))}"
+        last_words = _last_words(log_file.read_text(errors="replace"))
+        return None, f"its process {how_it_ended(code)}; its last words: {last_words}"
 
 
 def _kill(process: subprocess.Popen) -> None:

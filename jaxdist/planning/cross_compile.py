@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdist.config import RequestError
 from jaxdist.planning import target
+from jaxdist.process.exit_codes import how_it_ended
 
 if TYPE_CHECKING:
     import jax
@@ -102,9 +103,7 @@ def _environment() -> dict[str, str]:
 
 def _death(what: str, code: int, output: str) -> str:
     """Return the message for a worker that ended without an answer."""
-    how = f"ended with {code}"
-    if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
+    how = how_it_ended(code)
     if code == -signal.SIGKILL:
         how += ", as happens where memory runs out"
     last = output.strip()[-LAST_WORDS:] or "nothing"

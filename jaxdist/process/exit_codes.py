@@ -1,5 +1,9 @@
 """Exit codes of jaxdist's commands. Launchers and Slurm scripts decide by them whether to start a run again."""
 
+from __future__ import annotations
+
+import signal
+
 DONE = 0
 """Success, or nothing was left to do."""
 
@@ -17,3 +21,10 @@ STOPPED = 85
 
 OUTCOMES = {DONE: "done", STOPPED: "stopped"}
 """Outcome of a run by its exit code; any other code is a failure."""
+
+
+def how_it_ended(code: int) -> str:
+    """Return how a process ended, by the code that `subprocess` gives: with a code, or by a signal."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with {code}"
