@@ -18,7 +18,7 @@ from jaxdist.parallel.crossing.replicas import filled, join, joined, mesh_of, pa
 from jaxdist.sharding import on_devices
 from jaxdist.training.forward.local_step import Common, LocalStep
 from jaxdist.training.forward.step import Batch, Metrics, TrainState
-from jaxdist.training.run import Run
+from jaxdist.training.run import Run, without_data
 
 
 def rounds(first: int, last: int, every: int) -> Iterator[range]:
@@ -195,9 +195,7 @@ def lower_outer_step(config: Config, devices: Sequence[jax.Device], sites: int =
 
 def _lowered(config: Config, devices: Sequence[jax.Device], sites: int) -> tuple[Run, jax.stages.Lowered]:
     """Return the run of `config` over these devices, and the step of its first replica."""
-    run = Run(config, devices=devices, sites=sites)
-    # For the schedule alone: no data says how many rows an epoch has.
-    run.steps = max(config.train.steps, 1)
+    run = without_data(config, devices, sites)
     one = run_of(run, mesh_of(run.mesh, 0))
     with jax.set_mesh(one.mesh):
         return run, lower_take(one)

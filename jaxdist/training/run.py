@@ -223,10 +223,16 @@ class Run:
         return {**found.values, "batches": found.batches, f"{self.task.unit}s": found.divisor}
 
 
-def lower_step(config: Config, devices: Sequence[jax.Device], sites: int = 1) -> jax.stages.Lowered:
-    """Lower the train step of `config` over devices in `sites` sites. They need not be there, and no data is read."""
+def without_data(config: Config, devices: Sequence[jax.Device], sites: int = 1) -> Run:
+    """Return the run of `config` over devices in `sites` sites. They need not be there, and no data is read."""
     run = Run(config, devices=devices, sites=sites)
     # For the schedule alone: no data says how many rows an epoch has.
     run.steps = max(config.train.steps, 1)
+    return run
+
+
+def lower_step(config: Config, devices: Sequence[jax.Device], sites: int = 1) -> jax.stages.Lowered:
+    """Lower the train step of a run `without_data`."""
+    run = without_data(config, devices, sites)
     with jax.set_mesh(run.mesh):
         return run.lower()
