@@ -63,12 +63,16 @@ def fits(config: Config, devices: int) -> bool:
     # The automatic mesh is planned for the devices that there are.
     if config.mesh == AUTO:
         return True
+    split = _split_over(config, devices)
+    return split is not None and not any(problem for _, find in FITS for problem in find(split))
+
+
+def _split_over(config: Config, devices: int) -> Split | None:
+    """Return the split over this number of devices; None where the mesh takes other numbers of them."""
     try:
-        shape = fill(parse_mesh(config.mesh), devices)
+        return Split(config, fill(parse_mesh(config.mesh), devices))
     except RequestError:
-        return False
-    split = Split(config, shape)
-    return not any(problem for _, find in FITS for problem in find(split))
+        return None
 
 
 def fitting(config: Config, devices: int) -> int:
@@ -123,11 +127,9 @@ class Enough:
 
 def batches_for(config: Config, devices: int) -> list[int]:
     """Return the batch sizes next to that of `config` with which the mesh takes exactly `devices` devices."""
-    try:
-        shape = fill(parse_mesh(config.mesh), devices)
-    except RequestError:
+    split = _split_over(config, devices)
+    if split is None:
         return []
-    split = Split(config, shape)
     unit = split.micro_batches * split.ranks
     sizes = []
     for rows in multiples(unit, config.train.global_batch_size):
