@@ -44,9 +44,7 @@ class Source:
             reader = reader_of(paths[0])
         else:
             paths = (library_folder(),)
-        if isinstance(reader, TextReader):
-            return cls(reader, paths[0], tuple(file for path in paths for file in reader.files(path)))
-        return cls(reader, paths[0], paths)
+        return cls(reader, paths[0], tuple(file for path in paths for file in reader.files(path)))
 
     def as_before(self) -> Source:
         """Return the source as earlier versions read it."""

@@ -109,4 +109,4 @@ def _holds_lines(path: Path) -> bool:
     return True
 
 
-JSON_LINES = TextReader("jsonl", "JSON lines", _takes, json_lines)
+JSON_LINES = TextReader(key="jsonl", name="JSON lines", takes=_takes, documents=json_lines)

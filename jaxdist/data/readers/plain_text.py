@@ -45,4 +45,4 @@ def _any(path: Path) -> bool:
     return True
 
 
-PLAIN_TEXT = TextReader("text", "plain text", _any, blocks, describe=_describe)
+PLAIN_TEXT = TextReader(key="text", name="plain text", takes=_any, documents=blocks, describe=_describe)

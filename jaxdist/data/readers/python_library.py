@@ -50,5 +50,12 @@ def _none(path: Path) -> bool:
     return False
 
 
-PYTHON_LIBRARY = TextReader("library", "Python's own library", _none, _whole_file, _files, _describe)
+PYTHON_LIBRARY = TextReader(
+    key="library",
+    name="Python's own library",
+    takes=_none,
+    documents=_whole_file,
+    files=_files,
+    describe=_describe,
+)
 """It takes no file that a path names."""

@@ -62,7 +62,7 @@ def count_documents(root: Path, documents: int) -> str:
     return f"{root}, {documents} documents"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reader:
     """A form of files. Nothing here may import numpy before a file is read: requests are checked without it."""
 
@@ -75,21 +75,21 @@ class Reader:
 
     Raises `OSError`.
     """
+    files: Callable[[Path], tuple[Path, ...]] = the_file
+    """Returns the files to read at a path that it takes, in order: several where that is a folder."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TextReader(Reader):
     """A form of files that hold text."""
 
     documents: Callable[[OpenFile], Iterator[Document]]
     """Yields the documents of a file in little memory. Raises `RequestError` with the line or the byte of an error."""
-    files: Callable[[Path], tuple[Path, ...]] = the_file
-    """Returns the files to read at a path that it takes, in order: several where that is a folder."""
     describe: Callable[[Path, int], str] = count_documents
     """Returns what the summary calls the data, from their path and the number of their documents."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenReader(Reader):
     """A form of files that hold token ids, which are used in place."""
 

@@ -125,4 +125,4 @@ def _takes(path: Path) -> bool:
     return path.suffix.lower() == ".bin"
 
 
-UINT16_TOKENS = TokenReader("bin", "tokens (.bin)", _takes, problem, _open)
+UINT16_TOKENS = TokenReader(key="bin", name="tokens (.bin)", takes=_takes, problem=problem, open=_open)
