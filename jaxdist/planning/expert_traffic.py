@@ -18,6 +18,7 @@ from jaxdist.mesh.split import compute_width
 from jaxdist.models import Model
 from jaxdist.parallel.placing import of_sums
 from jaxdist.planning.expert_rows import first_round
+from jaxdist.planning.frozen import reports_routers
 from jaxdist.planning.parameter_layout import Placed
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
@@ -26,6 +27,7 @@ from jaxdist.planning.predicted_collectives import (
     F32,
     INT32,
     REDUCE_SCATTER,
+    Count,
     Transfer,
     transfer,
 )
@@ -51,13 +53,13 @@ def predict(step: Step) -> Iterator[Transfer]:
     stream = layout.sequence_parallel
     mlp = layout.split("mlp")
 
-    # There and back, and so the gradients; and once more there, for the gradients of weights.
+    # There and back, and so the gradients; and once more there, for the gradients of weights. Without a pipeline the
+    # gradients of tokens wait for these, which are made of frozen weights too.
+    learns = not (sizes.frozen and step.staged)
     forward = passes.forward + passes.rerun
-    calls = 2 * forward + 2 * passes.backward + runs.merged()
+    calls = 2 * forward + 2 * passes.backward + runs.merged(learns)
     yield transfer(layout, ROWS, ALL_TO_ALL, {EXPERT}, calls, calls * seats * sizes.embed, width)
-    # Loads and shares of scores make the loss that is reported. The backward pass needs the loads, which are kept, or
-    # made again with a whole stage.
-    calls = 2 * passes.forward + passes.rerun
+    calls = _loads(step)
     yield transfer(layout, "loads of experts", ALL_REDUCE, layout.split(RESIDUAL), calls, calls * per_row, F32)
     what = "weights of chosen experts"
     calls = forward + 2 * passes.backward
@@ -70,6 +72,18 @@ def predict(step: Step) -> Iterator[Transfer]:
     yield transfer(layout, "chosen experts", ALL_GATHER, stream, calls, calls * choices, INT32)
     yield transfer(layout, what, ALL_GATHER, stream, calls, calls * choices, width)
     yield transfer(layout, what, REDUCE_SCATTER, stream, reduced, reduced * choices, width)
+
+
+def _loads(step: Step) -> Count:
+    """Return how often rows add up the loads of experts, or the shares of their scores."""
+    passes = step.runs.passes
+    again = passes.rerun + passes.recomputed
+    if reports_routers(step.config):
+        # Both make the loss that is reported. The backward pass needs the loads, which are kept, or made again with a
+        # whole stage.
+        return 2 * passes.forward + again * step.runs.stage
+    # The backward pass alone needs the loads.
+    return again if step.runs.stage else passes.forward
 
 
 def summed(step: Step, model: Model, balance: Placed) -> Iterator[Transfer]:

@@ -16,6 +16,11 @@ def learns_tables(config: Config) -> bool:
     return not config.model.frozen
 
 
+def reports_routers(config: Config) -> bool:
+    """Return whether a step adds up and reports what its routers count: those that are frozen report nothing."""
+    return config.model.traits.routed and not config.model.frozen
+
+
 def learns_columns(stack: ModelConfig, logical: str) -> bool:
     """Return whether the residual stream enters trained weights along `logical`, whose gradients need it again."""
     return any(learns(stack, matmul) for matmul in columns_of(stack)[logical])

@@ -15,7 +15,7 @@ from jaxdist.mesh import PIPELINE
 from jaxdist.mesh.split import compute_width
 from jaxdist.models.experts import METERS
 from jaxdist.planning import context_traffic, expert_traffic
-from jaxdist.planning.frozen import learns_columns, learns_tables
+from jaxdist.planning.frozen import learns_columns, learns_tables, reports_routers
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -171,5 +171,5 @@ def _between_stages(step: Step) -> Iterator[Transfer]:
     loops = step.runs.loops
     for slot, calls in (("F", loops.forward), ("B", loops.backward)):
         yield _moved(step, BETWEEN_STAGES[slot], PERMUTE, {PIPELINE}, calls, part=True)
-    if step.config.model.traits.routed and step.runs.flush:
+    if reports_routers(step.config) and step.runs.flush:
         yield transfer(step.layout, "numbers to report", ALL_REDUCE, {PIPELINE}, 1, len(METERS), F32)

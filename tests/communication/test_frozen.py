@@ -25,6 +25,7 @@ SCALARS = 64
 """Loss, norm and counts: elements that any step may add up beside its gradients."""
 
 STAGES = dict(family="llama", heads=8, kv_heads=2, mlp=64, lora_rank=4)
+STAGES_OF_EXPERTS = dict(family="moe", kv_heads=2, experts=8, expert_mlp=32, sequence=True, lora_rank=4)
 
 
 def config(mesh: str, model=LLAMA, accumulation: int = 1, targets: str = "", remat: str = "none", **parallel) -> Config:
@@ -35,6 +36,7 @@ def config(mesh: str, model=LLAMA, accumulation: int = 1, targets: str = "", rem
 ROWS = [
     config("2x2x1", accumulation=2, zero=3, sequence=True),
     pipelines.config("2x1x2", zero=3, **STAGES),
+    config("2x2x1", ROUTED, zero=1, sequence=True),
 ]
 
 OTHERS = [
@@ -50,6 +52,9 @@ OTHERS = [
     config("replica=2,data=2,model=2", DEALT, zero=1, replica_zero=False),
     config("replica=2,data=4", GPT, zero=0),
     config("data=2,expert=2,model=2", ROUTED, zero=3),
+    config("data=2,expert=2,model=2", ROUTED, accumulation=2, remat="block", zero=2, sequence=True),
+    pipelines.config("expert=2,model=2,pipeline=2", **STAGES_OF_EXPERTS),
+    pipelines.config("expert=2,model=2,pipeline=2", schedule="zb-u", remat="block", **STAGES_OF_EXPERTS),
     config("data=2,context=2,model=2", DEALT, zero=3, sequence=True),
     pipelines.config("2x1x2", lora_rank=4, remat="none"),
     pipelines.config("1x4x2", **STAGES),
@@ -98,6 +103,21 @@ def test_arguments_of_a_step_with_adapters_are_predicted_exactly_and_the_state_i
     predicted = memory.predict(run.sharded)
     assert found.argument_size_in_bytes == predicted.arguments
     assert found.alias_size_in_bytes == predicted.arguments - predicted.batch
+
+
+@pytest.mark.parametrize(("remat", "forward", "again"), [("none", 1, 0), ("block", 1, 0), ("stage", 0, 1)])
+def test_frozen_routers_add_up_loads_for_the_backward_pass_alone(remat, forward, again):
+    """Trained ones add up shares too, and report: two numbers in a forward pass. Nothing is compiled."""
+
+    def calls(what: str, **of) -> int:
+        asked = pipelines.config("1x2x2", remat=remat, **STAGES_OF_EXPERTS | of)
+        found = communication.predict(Run(asked, devices=jax.devices()[:4]).sharded)
+        return sum(one.calls for one in found if one.what == what)
+
+    passes = 5 * 2  # ticks, and the layers of a stage
+    assert calls("loads of experts") == passes * (forward + again)
+    assert calls("loads of experts", lora_rank=0) == passes * (2 + again)
+    assert [calls("numbers to report", lora_rank=rank) for rank in (4, 0)] == [0, 1]
 
 
 def test_only_gradients_of_adapters_are_summed_over_data():
