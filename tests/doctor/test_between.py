@@ -77,6 +77,7 @@ def test_two_healthy_hosts_make_one_report(network, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_faults_between_hosts_are_found_in_one_report(network, tmp_path):
     """n1 has its name for its loopback, a wrong clock, a run folder of its own, few files, a flag that does not exist;
     its proxy, which is not there, is in nobody's way."""
