@@ -49,6 +49,15 @@ def copy(tree: Path) -> None:
             shutil.copy(source, tree / name)
 
 
+def restore(diff: str, tree: Path) -> None:
+    """Undo what `apply` has done to a copy of the repository, wherever it ended."""
+    for name in files(diff):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tree / name)
+        else:
+            (tree / name).unlink(missing_ok=True)
+
+
 def diff_of(page: Path) -> str:
     """All diffs of a page. A fence is longer where a diff has one itself."""
     blocks = re.findall(r"^(`{3,})diff\n(.*?)^\1$", page.read_text(), re.MULTILINE | re.DOTALL)

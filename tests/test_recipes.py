@@ -51,17 +51,28 @@ def test_the_plan_of_an_exercise_touches_few_files_and_names_what_is_there():
         assert missing == set()
 
 
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the repository, which each test leaves as it was."""
+    folder = tmp_path_factory.mktemp("tree")
+    recipes.copy(folder)
+    return folder
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_diff_fits_this_tree_and_is_formatted(page, tmp_path):
+def test_the_diff_fits_this_tree_and_is_formatted(page, tree):
     """What it leaves is as ruff wants it, so that who follows the recipe passes CI's first check."""
-    recipes.copy(tmp_path)
-    changed = recipes.apply(recipes.diff_of(page), tmp_path)
-    python = [str(path) for path in changed if path.suffix == ".py"]
-    for command in (["check"], ["format", "--check"]):
-        ran = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, *python], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert ran.returncode == 0, ran.stdout + ran.stderr
+    diff = recipes.diff_of(page)
+    try:
+        changed = recipes.apply(diff, tree)
+        python = [str(path) for path in changed if path.suffix == ".py"]
+        for command in (["check"], ["format", "--check"]):
+            ran = subprocess.run(
+                [sys.executable, "-m", "ruff", *command, *python], cwd=tree, capture_output=True, text=True, check=False
+            )
+            assert ran.returncode == 0, ran.stdout + ran.stderr
+    finally:
+        recipes.restore(diff, tree)
 
 
 @pytest.mark.slow
