@@ -125,7 +125,7 @@ def parallelize(
         forward = ModulePipelineForward(model, layout, stages, schedule, accumulation, dtype, options)
     else:
         forward = ModuleForward(model, loss_fn, layout, scope, dtype, options)
-    note = _note_unsplit(layout, model, forward, split) if zero else ""
+    note = _note_unsplit(layout, forward, split) if zero else ""
     places = trained(forward.places, forward.places)
     rule = on_shards(optimizer, places, part_of(forward.abstract, places))
     step = Step(forward, rule, keep=precision == "mixed")
@@ -133,10 +133,9 @@ def parallelize(
     return Parallel(Engine(device_mesh, layout, step, compiler_options), model, accumulation, note)
 
 
-def _note_unsplit(layout: Layout, model: Foreign, forward: Forward, split: Params) -> str:
+def _note_unsplit(layout: Layout, forward: Forward, split: Params) -> str:
     """Return a sentence on the parameters that ZeRO leaves whole, or ""; warn where they are many."""
-    axes = model.axes if forward.stages is None else forward.stages.axes(model.axes)
-    left = unsplit(layout, axes, forward, split)
+    left = unsplit(layout, forward, split)
     if left.warning:
         warnings.warn(left.warning, stacklevel=3)
     return left.note

@@ -189,9 +189,9 @@ class Unsplit(NamedTuple):
     """A sentence with a size that works, where they are many; else empty."""
 
 
-def unsplit(layout: Layout, axes: Params, forward: Forward, split: Params) -> Unsplit:
-    """Return what ZeRO leaves whole; `axes` are the logical axes of the parameters as `forward` holds them."""
-    parameters = parameter_layout.lay_out(layout, axes, forward.abstract, forward.places)
+def unsplit(layout: Layout, forward: Forward, split: Params) -> Unsplit:
+    """Return which parameters ZeRO leaves whole of those that it may split, as `split` says."""
+    parameters = parameter_layout.lay_out(layout, forward.axes, forward.abstract, forward.places)
     requested = [p for p, may in zip(parameters, jax.tree.leaves(split), strict=True) if may]
     whole = layout_notes.unsplit(requested)
     if not whole:

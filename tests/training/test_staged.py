@@ -71,9 +71,8 @@ def train(mesh: str, **options) -> tuple[cases.Outcome, float]:
 
 def logical(trainer: jaxdist.Parallel, tree: dict) -> dict:
     """What has the names of parameters, with layers as [L, ...]."""
-    stages = trainer._step.forward.stages
     with jax.set_mesh(trainer.mesh):
-        return jax.device_get(jax.jit(stages.unfolded)(tree) if stages else tree)
+        return jax.device_get(jax.jit(trainer._engine.step.unfolded)(tree))
 
 
 @cache

@@ -20,7 +20,7 @@ from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.placement import Placements, differentiated
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.sharding import wide
+from jaxdist.sharding import Tree, wide
 from jaxdist.training.forward import balance
 from jaxdist.training.forward.step import Batch, Further
 
@@ -64,6 +64,24 @@ class ForwardBase(Generic[ModelT]):
     dropout: bool = False
     seed: int = 0
     """Seed of dropout."""
+
+    @property
+    def axes(self) -> Tree:
+        """The logical axes of the parameters, as the step holds them."""
+        return self.model.axes
+
+    @property
+    def folds(self) -> bool:
+        """Whether a step holds parameters in another form than a checkpoint, such as with more rows of tables."""
+        return self.vocabulary is not None and self.vocabulary.added > 0
+
+    def folded(self, tree: Tree) -> Tree:
+        """Return parameters of a checkpoint, or a tree that has their names, as the step holds them."""
+        return self.vocabulary.padded(tree) if self.vocabulary else tree
+
+    def unfolded(self, tree: Tree) -> Tree:
+        """Undo `folded`."""
+        return self.vocabulary.cut(tree) if self.vocabulary else tree
 
     @property
     def aux_shapes(self) -> Mapping[str, tuple[int, ...]]:

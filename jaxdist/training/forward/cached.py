@@ -55,8 +55,8 @@ class CachedForward:
         """The kinds of layers by their numbers."""
         self.stages = [forward.stages or Stages(1, 1, (stack.layers,), len(stack.kinds)) for stack in stacks]
         """Where the layers of each stack run."""
-        axes = forward.stages.axes(self.model.axes) if forward.stages else self.model.axes
-        self.places = placing.placements(self.layout, axes, forward.abstract, placing.ZeroOptions(forward.stage))
+        zero_options = placing.ZeroOptions(forward.stage)
+        self.places = placing.placements(self.layout, forward.axes, forward.abstract, zero_options)
         self.top_places = {name: place for name, place in self.places.items() if name != BLOCKS}
         lead = 3 if self.piped else 1
         self.layer_places = self.places[BLOCKS]

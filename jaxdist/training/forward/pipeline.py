@@ -39,6 +39,7 @@ class StagedForward(ForwardBase[ModelT], ABC):
     """
 
     stages: Stages
+    folds = True
 
     def __init__(
         self,
@@ -64,7 +65,23 @@ class StagedForward(ForwardBase[ModelT], ABC):
             self.vocabulary = Vocabulary(layout, model.vocab)
             self.abstract = self.vocabulary.abstract(self.abstract)
         assert zero.defers == self.flush
-        self.places = placing.placements(layout, stages.axes(model.axes), self.abstract, zero)
+        self.places = placing.placements(layout, self.axes, self.abstract, zero)
+
+    @property
+    def axes(self) -> Tree:
+        """The logical axes of the parameters, as the step holds them."""
+        return self.stages.axes(self.model.axes)
+
+    def folded(self, tree: Tree) -> Tree:
+        """Return parameters of a checkpoint, or a tree that has their names, as the step holds them.
+
+        Layers [L, ...] become [v, S, depth, ...], with padding where the layers do not divide.
+        """
+        return super().folded(self.stages.folded(tree))
+
+    def unfolded(self, tree: Tree) -> Tree:
+        """Undo `folded`."""
+        return super().unfolded(self.stages.unfolded(tree))
 
     @abstractmethod
     def logical_params(self, key: Key[Array, ""]) -> Params:

@@ -26,7 +26,6 @@ from jaxdist.parallel.crossing.base import Crossing
 from jaxdist.parallel.partial_trees import joined, part_of, without
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.placement import Placement, Placements, differentiated, trained
-from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import Tree, scale_partial
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.optimizer import clip
@@ -95,12 +94,22 @@ class Forward(Protocol):
         """Return shapes and dtypes of the parameters, as the step holds them."""
 
     @property
+    def axes(self) -> Tree:
+        """Return the logical axes of the parameters, as the step holds them."""
+
+    @property
     def stages(self) -> Stages | None:
         """Return how a pipeline holds the layers; None without a pipeline."""
 
     @property
-    def vocabulary(self) -> Vocabulary | None:
-        """Return how the mesh holds the rows of the embedding tables; None where the model is no decoder."""
+    def folds(self) -> bool:
+        """Return whether a step holds parameters in another form than a checkpoint."""
+
+    def folded(self, tree: Tree) -> Tree:
+        """Return parameters of a checkpoint, or a tree that has their names, as a step holds them."""
+
+    def unfolded(self, tree: Tree) -> Tree:
+        """Return parameters of a step, or a tree that has their names, as a checkpoint holds them."""
 
     @property
     def stage(self) -> int:
@@ -235,7 +244,7 @@ class Step:
         state = state._replace(weights=None, in_flight=None, crossing=self.crossing.saved(state.crossing))
         if not self.saves_frozen:
             state = state._replace(frozen={})
-        if not self._folds:
+        if not self.forward.folds:
             return state
         return self._unfolded(state)
 
@@ -244,37 +253,15 @@ class Step:
         """A compiled function that is kept, because every save calls it."""
         return jax.jit(lambda state: self.at_rest(self.unfolded(to_device(state))))
 
-    @property
-    def _folds(self) -> bool:
-        """Whether a step holds parameters in another form than a checkpoint."""
-        vocabulary = self.forward.vocabulary
-        return self.forward.stages is not None or (vocabulary is not None and vocabulary.added > 0)
-
     def unfolded(self, tree: Tree) -> Tree:
         """Return parameters, or a tree that has their names, as a checkpoint holds them."""
-        stages = self.forward.stages
-        vocabulary = self.forward.vocabulary
-        if stages is not None:
-            tree = stages.unfolded(tree)
-        return vocabulary.cut(tree) if vocabulary else tree
+        return self.forward.unfolded(tree)
 
     def folded(self, tree: Tree) -> Tree:
-        """Return parameters of a checkpoint, or a tree that has their names, as a step holds them.
-
-        With stages, layers [L, ...] become [v, S, depth, ...], with padding where the layers do not divide. Tables get
-        the rows that the mesh adds, if it does not divide the vocabulary.
-        """
-        if not self._folds:
+        """Return parameters of a checkpoint, or a tree that has their names, as a step holds them."""
+        if not self.forward.folds:
             return tree
-        return jax.jit(self._folded)(tree)
-
-    def _folded(self, tree: Tree) -> Tree:
-        stages = self.forward.stages
-        vocabulary = self.forward.vocabulary
-        tree = to_device(tree)
-        if stages is not None:
-            tree = stages.folded(tree)
-        return vocabulary.padded(tree) if vocabulary else tree
+        return jax.jit(lambda tree: self.forward.folded(to_device(tree)))(tree)
 
     def resume(self, state: TrainState) -> TrainState:
         """Return the inverse of `logical`, with the fields that a checkpoint does not hold computed anew."""
