@@ -129,6 +129,11 @@ class Split:
         return self.config.train.accumulation
 
     @property
+    def micro_batches_knob(self) -> str:
+        """The knob of that number."""
+        return "pipeline.microbatches" if self.pipelined else "train.accumulation"
+
+    @property
     def inside(self) -> bool:
         """Whether all micro-batches run inside each layer, one after the other (ZeRO 2 and 3 without a pipeline).
 

@@ -91,13 +91,15 @@ def _parts_for_rows(sharded: ShardedModel, room: float) -> list[str]:
     split = sharded.split
     config = split.config
     data = split.size(DATA)
-    knob = _micro_batches_knob(split)
+    # PipeDream has one micro-batch.
+    if config.model.images or not split.flush:
+        return []
+    knob = split.micro_batches_knob
     for times in divisors(data)[1:]:
-        context = split.size(CONTEXT) * times
-        if config.model.images or not knob or config.model.sequence < SHORTEST_PART * context:
-            return []
         more = times * split.micro_batches
-        other = split.with_knobs({knob: more}).on(**{DATA: data // times, CONTEXT: context})
+        other = split.with_knobs({knob: more}).on(**{DATA: data // times, CONTEXT: times * split.row_parts})
+        if other.length < SHORTEST_PART:
+            return []
         found = _on_mesh(sharded, other, room, f" with {_to((knob, more))}")
         if found:
             return found
@@ -191,16 +193,8 @@ def _changes(split: Split) -> Iterator[Change]:
         yield "pipeline.schedule", "1f1b"
     if parallel.zero < 3 and split.size(*ZERO_AXES) > 1:
         yield "parallel.zero", 3
-    knob = _micro_batches_knob(split)
-    if knob:
+    if split.flush:
         for times in closest(divisors(split.rows), 1):
-            yield knob, split.micro_batches * times
+            yield split.micro_batches_knob, split.micro_batches * times
     if split.inside and split.micro_batches > 1:
         yield "parallel.micro_batches", "outside"
-
-
-def _micro_batches_knob(split: Split) -> str:
-    """Return the knob of the number of micro-batches; empty for PipeDream, which has one."""
-    if not split.pipelined:
-        return "train.accumulation"
-    return "pipeline.microbatches" if split.flush else ""

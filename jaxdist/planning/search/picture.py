@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.mesh import PIPELINE
 from jaxdist.output.pictures import BLACK, GREY, MEMORY, TIME, blank, write_picture
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.search.estimate import Estimate
@@ -100,7 +99,7 @@ def draw_timeline(candidate: Estimate, path: Path) -> None:
     from jaxdist.parallel.pipeline import timeline
     from jaxdist.parallel.pipeline.schedules import make
 
-    if candidate.shape[PIPELINE] == 1:
+    if not candidate.split.pipelined:
         return
     pipe = pipeline_of(candidate.split)
     assert pipe is not None

@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Any
 
 from jaxdist.config import Config, leaves
-from jaxdist.mesh import PIPELINE, crossing
+from jaxdist.mesh import crossing
 from jaxdist.models import Model, active_parameters, parameters
 from jaxdist.output.tables import table
 from jaxdist.output.units import size
@@ -188,7 +188,7 @@ def micro(candidate: Estimate) -> str:
 
 def schedule(candidate: Estimate) -> str:
     """Return the pipeline schedule with its virtual stages; `-` without a pipeline."""
-    if candidate.shape[PIPELINE] == 1:
+    if not candidate.split.pipelined:
         return "-"
     pipeline = candidate.config.pipeline
     if pipeline.virtual > 1:

@@ -198,8 +198,7 @@ def _batch(split: Split) -> Iterator[str]:
         return
     factors = []
     if k > 1:
-        knob = "pipeline.microbatches" if split.pipelined else "train.accumulation"
-        factors.append(f"{knob} {k}")
+        factors.append(f"{split.micro_batches_knob} {k}")
     if ranks > 1:
         axes = " x ".join(axis for axis in BATCH_AXES if split.size(axis) > 1)
         factors.append(f"{ranks} {axes} ranks (mesh {config.mesh})")
