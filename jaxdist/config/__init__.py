@@ -314,12 +314,15 @@ class Config(Section):
     def with_knobs(self, values: Mapping[str, object]) -> Config:
         """Return the configuration with these values of knobs, by name as in `leaves`. They are not checked."""
         update: dict[str, Any] = {}
+        sections: dict[str, dict[str, object]] = {}
         for name, value in values.items():
             section, _, knob = name.rpartition(".")
             if section:
-                update[section] = update.get(section, getattr(self, section)).model_copy(update={knob: value})
+                sections.setdefault(section, {})[knob] = value
             else:
                 update[name] = value
+        for section, knobs in sections.items():
+            update[section] = update.get(section, getattr(self, section)).model_copy(update=knobs)
         return self.model_copy(update=update)
 
     def with_precision(self, cpu: bool) -> Config:

@@ -53,6 +53,11 @@ def step(mesh: str, where: Cluster = SLOW, zero: int = 1, **more: str) -> Estima
     return estimate(config, build(config.model), where)
 
 
+def predicted(one: Estimate) -> tuple:
+    """What a search says of a candidate, which has a model of its own in each search."""
+    return one.split, one.cluster, one.memory, one.transfers, one.outer, one.parts
+
+
 def over_replica(transfers) -> float:
     return sum(one.wire_bytes for one in transfers if one.axes == (REPLICA,))
 
@@ -68,7 +73,7 @@ def test_less_over_the_slow_link_is_faster(plans):
     assert waits["int8"] == pytest.approx(CODED * sent, rel=0.1)
     assert waits["local"] == pytest.approx(F32 * sent / 10, rel=0.1)
     for name in ("int8", "local", "both"):
-        assert plans[name].exact.ranked[0] == first["exact"]
+        assert predicted(plans[name].exact.ranked[0]) == predicted(first["exact"])
         assert first[name].shape[REPLICA] == 2
 
 
@@ -208,7 +213,8 @@ def test_the_table_shows_the_exact_plan_in_its_last_row(plans):
 def test_a_plan_names_what_would_send_less(capsys, plans):
     """With the times of the plans that ask for it."""
     found = slow_link.cheaper(plans["exact"])
-    assert [one.first for one in found] == [plans["int8"].ranked[0], plans["local"].ranked[0]]
+    firsts = [plans["int8"].ranked[0], plans["local"].ranked[0]]
+    assert [predicted(one.first) for one in found] == [predicted(one) for one in firsts]
     assert command.main([*COMMAND, "--cluster", "two-sites-1g"]) == 0
     said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("slow link"))
     assert f"{found[0].first.seconds:.3g} s with --parallel.gradient-compression int8" in said
@@ -232,12 +238,12 @@ def test_a_plan_on_one_site_stays_as_it_is():
     plain, coded = search(asked(), 16, where), search(asked(**INT8), 16, where)
     assert plain.exact is plain
     assert slow_link.sentence(plain) == ""
-    assert coded.exact.ranked == plain.ranked
-    assert coded.ranked[0] == plain.ranked[0]
+    assert [predicted(one) for one in coded.exact.ranked] == [predicted(one) for one in plain.ranked]
+    assert predicted(coded.ranked[0]) == predicted(plain.ranked[0])
     alone = lambda plan: [one for one in plan.looked_at if one.shape[REPLICA] == 1]
     both = [(one, two) for one in alone(plain) for two in alone(coded) if one.config == two.config]
     assert len(both) > 5
-    assert all(one == two for one, two in both)
+    assert all(predicted(one) == predicted(two) for one, two in both)
     assert slow_link.sentence(coded).startswith(
         "the loss is that of one device, since the first plan has no replicas; "
     )

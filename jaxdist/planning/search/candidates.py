@@ -61,6 +61,19 @@ SCHEDULES_AND_CHUNKS = [(number, v) for number, name in enumerate(SCHEDULES) if 
 """The pairs of a schedule's index and chunks on each rank that a pipeline can have."""
 
 
+NEUTRAL = {
+    "parallel.zero": 0,
+    "parallel.sequence": False,
+    "parallel.context": "auto",
+    "parallel.micro_batches": Config().parallel.micro_batches,
+    "parallel.offload": "none",
+    "pipeline": Config().pipeline,
+    "train.accumulation": 1,
+    "model.remat": "none",
+}
+"""The knobs that a candidate decides, with their defaults."""
+
+
 def devices_along(columns: Columns, axes: Iterable[str]) -> np.ndarray:
     """Return the number of devices along these axes of each candidate's mesh."""
     return np.prod([columns[axis] for axis in axes], axis=0)
@@ -125,18 +138,7 @@ def _mesh_problems(neutral: Config, shape: MeshShape) -> list[str]:
 
 def neutral_config(config: Config) -> Config:
     """Return `config` with defaults for everything that a candidate decides."""
-    return config.with_knobs(
-        {
-            "parallel.zero": 0,
-            "parallel.sequence": False,
-            "parallel.context": "auto",
-            "parallel.micro_batches": Config().parallel.micro_batches,
-            "parallel.offload": "none",
-            "pipeline": Config().pipeline,
-            "train.accumulation": 1,
-            "model.remat": "none",
-        }
-    )
+    return config.with_knobs(NEUTRAL)
 
 
 def candidates(config: Config, shapes: list[MeshShape], sites: int = 1) -> Columns:
@@ -224,10 +226,9 @@ def _powers_of_two(most: int) -> Iterator[int]:
 
 def candidate_config(config: Config, row: dict[str, int]) -> Config:
     """Return `config` with the choices of a candidate; without replicas it is exact."""
-    base = neutral_config(config)
-    if row[REPLICA] == 1:
-        base = crossing.exact(base)
     values: dict[str, object] = {
+        **NEUTRAL,
+        **(crossing.EXACT if row[REPLICA] == 1 else {}),
         "mesh": _mesh_text(row),
         "parallel.zero": row["zero"],
         "parallel.sequence": bool(row["sequence"]),
@@ -242,7 +243,7 @@ def candidate_config(config: Config, row: dict[str, int]) -> Config:
         values["pipeline.virtual_stages"] = row["virtual"] if row["virtual"] > 1 else 0
     else:
         values["train.accumulation"] = row["micro"]
-    return base.with_knobs(values)
+    return config.with_knobs(values)
 
 
 def _mesh_text(row: dict[str, int]) -> str:

@@ -101,18 +101,57 @@ MASKED_FORMULA = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """A candidate with its predicted memory, transfers and time."""
+    """A candidate. Its memory, transfers and time are predicted when they are asked for: of one that fits, all are."""
 
-    split: Split
+    sharded: ShardedModel
     cluster: Cluster
-    memory: Memory
-    transfers: tuple[Transfer, ...]
-    parts: Mapping[str, float]
-    """The seconds of a step by part, as listed at the top of this file."""
-    outer: tuple[Transfer, ...] = ()
-    """The transfers of the outer step, once in `train.local_steps` steps; none without local steps."""
-    refused: str = ""
-    """Why no run takes the compression that is asked for on this mesh; empty where it does."""
+
+    @property
+    def split(self) -> Split:
+        """How its mesh splits its configuration."""
+        return self.sharded.split
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The bytes of a device."""
+        return memory.predict(self.sharded)
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The transfers of a step: with local steps, of one replica, priced where it lies on the whole mesh."""
+        return tuple(communication.predict(self.sharded))
+
+    @cached_property
+    def outer(self) -> tuple[Transfer, ...]:
+        """The transfers of the outer step, once in `train.local_steps` steps; none without local steps."""
+        return tuple(communication.outer(self.sharded))
+
+    @cached_property
+    def refused(self) -> str:
+        """Why no run takes the compression that is asked for on this mesh; empty where it does."""
+        return communication.compression_that_costs(self.sharded)
+
+    @cached_property
+    def parts(self) -> Mapping[str, float]:
+        """The seconds of a step by part, as listed at the top of this file."""
+        cluster = self.cluster
+        step = Step.of(self.sharded)
+        work, lockstep = _arithmetic(step, cluster)
+        found = communication_seconds(step, self.transfers, self.split.shape, cluster)
+        exposed_seconds = found.exposed
+        for transfer in merge_calls(self.outer):
+            exposed_seconds[DATA] += seconds(transfer, self.split.shape, cluster) / self.split.crossing_traits.every
+        exposed_seconds[DATA] += exposed(found.overlapping, lockstep, cluster)
+        learned = self.memory.parameters
+        if self.config.model.frozen:
+            learned = sum(F32 * p.held for p in self.sharded.parameters if p.trained)
+        updated = step_bytes.updated(learned, self.memory.optimizer) + self.memory.copy
+        return {
+            "arithmetic": work,
+            "waiting": lockstep - work,
+            **{part: float(took) for part, took in exposed_seconds.items()},
+            "optimizer": float(updated / cluster.bandwidth),
+        }
 
     @property
     def config(self) -> Config:
@@ -208,33 +247,7 @@ def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
 
     `config.mesh` names every axis and fits; `config.precision` is not `auto`; `model` is that of `config.model`.
     """
-    split = Split(config, parse_mesh(config.mesh))
-    shape = split.shape
-    sharded = sharded_model(split, model, cluster)
-    held = memory.predict(sharded)
-    # With local steps, the transfers of a step are those of one replica, priced where it lies on the whole mesh.
-    transfers = tuple(communication.predict(sharded))
-    outer = tuple(communication.outer(sharded))
-    step = Step.of(sharded)
-    work, lockstep = _arithmetic(step, cluster)
-    found = communication_seconds(step, transfers, shape, cluster)
-    exposed_seconds = found.exposed
-    for transfer in merge_calls(outer):
-        exposed_seconds[DATA] += seconds(transfer, shape, cluster) / crossing.asked(config).every
-    exposed_seconds[DATA] += exposed(found.overlapping, lockstep, cluster)
-
-    learned = held.parameters
-    if config.model.frozen:
-        learned = sum(F32 * p.held for p in sharded.parameters if p.trained)
-    updated = step_bytes.updated(learned, held.optimizer) + held.copy
-    parts = {
-        "arithmetic": work,
-        "waiting": lockstep - work,
-        **{part: float(took) for part, took in exposed_seconds.items()},
-        "optimizer": float(updated / cluster.bandwidth),
-    }
-    refused = communication.compression_that_costs(sharded)
-    return Estimate(split, cluster, held, transfers, parts, outer, refused)
+    return Estimate(sharded_model(Split(config, parse_mesh(config.mesh)), model, cluster), cluster)
 
 
 def sharded_model(split: Split, model: Model, cluster: Cluster) -> ShardedModel:
