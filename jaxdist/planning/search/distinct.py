@@ -30,8 +30,12 @@ def distinct_rows(*columns: Column) -> tuple[Column, Column]:
     count = 1
     for column in columns:
         values, ranks = _ranks(column)
-        # Numbered anew after each column, so that the numbers do not grow with the product of all columns.
-        count, kinds = _ranks(kinds * values + ranks)
+        kinds = kinds * values + ranks
+        count *= values
+        # Numbered anew where there are more numbers than rows could have, so that they do not grow with the product.
+        if count > len(kinds):
+            count, kinds = _ranks(kinds)
+    count, kinds = _ranks(kinds)
     examples = np.zeros(count, np.int64)
     examples[kinds] = np.arange(len(kinds))
     return examples, kinds
