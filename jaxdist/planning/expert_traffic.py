@@ -77,13 +77,14 @@ def predict(step: Step) -> Iterator[Transfer]:
 def _loads(step: Step) -> Count:
     """Return how often rows add up the loads of experts, or the shares of their scores."""
     passes = step.runs.passes
-    again = passes.rerun + passes.recomputed
+    stage = step.runs.stage
+    again = stage * (passes.rerun + passes.recomputed)
     if reports_routers(step.config):
         # Both make the loss that is reported. The backward pass needs the loads, which are kept, or made again with a
         # whole stage.
-        return 2 * passes.forward + again * step.runs.stage
+        return 2 * passes.forward + again
     # The backward pass alone needs the loads.
-    return again if step.runs.stage else passes.forward
+    return again + (1 - stage) * passes.forward
 
 
 def summed(step: Step, model: Model, balance: Placed) -> Iterator[Transfer]:
