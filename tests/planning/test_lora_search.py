@@ -49,6 +49,13 @@ def test_a_frozen_parameter_costs_4_flops_and_a_trained_one_6():
     )
 
 
+def test_a_routed_model_with_adapters_has_a_plan():
+    """Its first look counts what routers add up for candidates of all kinds at once."""
+    found = search(load("moe_tiny", ADAPTED), 8, CLUSTER)
+    assert found.ranked[0].fits
+    assert np.isfinite(found.rough_seconds).all()
+
+
 @pytest.mark.slow
 def test_llama_8b_fits_one_gpu_and_a_step_takes_two_thirds_of_the_time():
     (alone, *_) = search(llama(**ADAPTED), 1, CLUSTER).fitting

@@ -13,15 +13,27 @@ LARGEST_IN_TABLE = 2**24
 """Numbers below this bound are looked up in a table with an entry for each possible value."""
 
 
-def map_distinct(function: Callable[..., float], *columns: Column) -> Column:
+Scalar = Callable[..., float]
+"""A function of the numbers of a row."""
+
+
+def map_distinct(function: Scalar, *columns: Column) -> Column:
     """Apply a scalar function to the rows of `columns`, calling it once for each distinct row.
 
     Columns with few distinct values make few calls, whatever their length.
     """
+    return mapping(*columns)(function)
+
+
+def mapping(*columns: Column) -> Callable[[Scalar], Column]:
+    """Return `map_distinct` for any function of the rows of `columns`, whose distinct rows are found once."""
     examples, kinds = distinct_rows(*columns)
-    rows = zip(*(column[examples].tolist() for column in columns), strict=True)
-    results = [function(*row) for row in rows]
-    return np.array(results, float)[kinds]
+    rows = list(zip(*(column[examples].tolist() for column in columns), strict=True))
+
+    def apply(function: Scalar) -> Column:
+        return np.array([function(*row) for row in rows], float)[kinds]
+
+    return apply
 
 
 def distinct_rows(*columns: Column) -> tuple[Column, Column]:

@@ -29,7 +29,7 @@ from jaxdist.planning.predicted_collectives import (
     REDUCE_SCATTER,
 )
 from jaxdist.planning.search.candidates import MESH, SPLIT
-from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
+from jaxdist.planning.search.distinct import Column, Scalar, distinct_rows, mapping
 from jaxdist.planning.search.estimate import (
     Device,
     head_flops,
@@ -118,7 +118,8 @@ class Screen(Steps):
         c = self.columns
         m = self.config.model
         tokens = self.tokens
-        saved = self._by_layout(lambda layout, remat: saved_per_token(m, layout, SAVED[remat]), self.saved)
+        by_saved = self._by_layout(self.saved)
+        saved = by_saved(lambda layout, remat: saved_per_token(m, layout, SAVED[remat]))
 
         # Where the loop over micro-batches lies inside the layers, each layer saves the activations of all.
         flat = self.together * m.layers * saved
@@ -127,16 +128,17 @@ class Screen(Steps):
         unit = Unit(
             stream=m.embed / np.where(c["sequence"] == 1, c[MODEL], 1),
             saved=layers_of_chunk * saved,
-            stashed=layers_of_chunk * self._by_layout(lambda layout: stashed_per_token(m, layout)),
+            stashed=layers_of_chunk * self._by_layout()(lambda layout: stashed_per_token(m, layout)),
         )
         slots = Depths(ROUGH_MESSAGES, self._by_schedule(residual_slots), self._by_schedule(rough_stash))
         recomputes = self._remat("stage")
         staged = buffers(slots, unit, recomputes) + recomputed(unit, recomputes)
 
-        of_row = self._by_layout(lambda layout, remat: in_layer_of_row(m, layout, self.width, SAVED[remat]), self.saved)
-        scores = self._by_layout(lambda layout, rows: scores_in_layer(m, layout, rows, self.width), self.rows)
+        by_rows = self._by_layout(self.rows)
+        of_row = by_saved(lambda layout, remat: in_layer_of_row(m, layout, self.width, SAVED[remat]))
+        scores = by_rows(lambda layout, rows: scores_in_layer(m, layout, rows, self.width))
         layer = self.rows * of_row + scores
-        logits = self._by_layout(lambda layout, rows: in_loss(m, layout, rows, self.width), self.rows)
+        logits = by_rows(lambda layout, rows: in_loss(m, layout, rows, self.width))
         logits = logits / np.where(self.vocab_shared, c[PIPELINE], 1)
         # The loss and the backward pass of the layers do not overlap: the larger one counts.
         moment = np.maximum(layer, logits - self._gradients_after_loss())
@@ -167,13 +169,14 @@ class Screen(Steps):
         """Return the seconds of a device's arithmetic."""
         m = self.config.model
         splits = np.isin(self.columns["schedule"], SPLIT)
+        by_layout = self._by_layout()
         units = layer_times(
             self.config,
             self.cluster,
             tokens=self.tokens,
             parts=self.columns[MODEL],
-            saved=self._by_layout(lambda layout: saved_per_token(m, layout, "none")),
-            stashed=splits * self._by_layout(lambda layout: stashed_per_token(m, layout)),
+            saved=by_layout(lambda layout: saved_per_token(m, layout, "none")),
+            stashed=splits * by_layout(lambda layout: stashed_per_token(m, layout)),
             recomputes_attention=self._remat("dots"),
             recomputes_all=self._remat("block", "stage"),
             expert_parts=self.columns[EXPERT],
@@ -219,14 +222,15 @@ class Screen(Steps):
 
     # Scalar functions of the predictor, applied to columns.
 
-    def _by_layout(self, function: Callable[..., float], *arguments: Column) -> Column:
-        """Return `function(layout, *arguments)` for each row, where the layout splits tensors as the row does."""
+    def _by_layout(self, *arguments: Column) -> Callable[[Scalar], Column]:
+        """Return what applies `function(layout, *arguments)` to each row; the layout splits tensors as the row does."""
         layouts, kinds = self.layouts
+        apply = mapping(kinds, *arguments)
 
-        def with_layout(kind: int, *values: float) -> float:
-            return function(layouts[kind], *values)
+        def with_layout(function: Scalar) -> Column:
+            return apply(lambda kind, *values: function(layouts[kind], *values))
 
-        return map_distinct(with_layout, kinds, *arguments)
+        return with_layout
 
     @cached_property
     def layouts(self) -> tuple[list[Layout], Column]:

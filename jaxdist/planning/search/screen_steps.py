@@ -34,7 +34,7 @@ from jaxdist.planning.search.candidates import (
     candidate_config,
     neutral_config,
 )
-from jaxdist.planning.search.distinct import Column, distinct_rows, map_distinct
+from jaxdist.planning.search.distinct import Column, Scalar, distinct_rows, map_distinct, mapping
 from jaxdist.planning.search.estimate import Device, layout_of
 from jaxdist.planning.search.screen_sizes import SAVED, Sizes
 from jaxdist.planning.search.traffic_time import communication
@@ -42,6 +42,11 @@ from jaxdist.sharding import Layout
 
 CHOICES = ("zero", "sequence", "outside", "remat", "schedule")
 """The columns of a candidate's choices, beside those of the mesh, micro-batches and chunks."""
+
+_NAMED = [number for number, name in enumerate(SCHEDULES) if name and number not in SPLIT]
+
+PLAIN = np.array([_NAMED[0] if number in _NAMED else number for number in range(len(SCHEDULES))])
+"""For each schedule the first one that runs the same slots."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,7 @@ class Steps(Sizes):
 
     def _with(self, **columns: Column) -> Self:
         """Return the candidates with other columns, and with one schedule for all that run the same slots."""
-        plain = [number for number, name in enumerate(SCHEDULES) if name and number not in SPLIT]
-        schedule = self.columns["schedule"]
-        schedule = np.where(np.isin(schedule, plain), plain[0], schedule)
+        schedule = PLAIN[self.columns["schedule"]]
         return replace(self, columns=self.columns | {"schedule": schedule} | columns)
 
     def _seconds(self, described: Callable[[Self], Iterator[Transfer]], *choices: str) -> tuple[Column, Column]:
@@ -88,22 +91,28 @@ class Steps(Sizes):
         Candidates with the same `choices` are described at once, those with a pipeline apart from those without.
         """
         few, kinds = self.distinct(*CHOICES, "mesh", "micro", "virtual")
-        columns = few.columns | {"ring": few.ring.astype(int)}
         exposed = np.zeros(len(few.columns["mesh"]))
         overlapping = np.zeros_like(exposed)
-        examples, alike = distinct_rows(few.staged.astype(int), *(columns[name] for name in choices))
+        examples, alike = distinct_rows(few.staged.astype(int), *(few._choice(name) for name in choices))
         for number in range(len(examples)):
             rows = np.flatnonzero(alike == number)
-            group = replace(few, columns={name: column[rows] for name, column in columns.items()})
+            group = replace(few, columns={name: column[rows] for name, column in few.columns.items()})
             shape = dict.fromkeys(AXES, 1) | {axis: group.columns[axis] for axis in MESH}
             found = communication(group.step, described(group), shape, self.cluster)
             exposed[rows] = sum(found.exposed.values())
             overlapping[rows] = found.overlapping
         return exposed[kinds], overlapping[kinds]
 
+    def _choice(self, name: str) -> Column:
+        return self.ring.astype(int) if name == "ring" else self.columns[name]
+
     def _of_activations(self) -> Iterator[Transfer]:
         """Yield the transfers of activations."""
-        return stream_traffic.predict(self.step)
+        layout = replace(self.step.layout, zigzag=bool(self.ring[0]))
+        anew = self.saved != SAVED.index("none")
+        return stream_traffic.predict(
+            replace(self.step, layout=layout, losses=self.losses, exchanged=self.exchanged, anew=anew)
+        )
 
     @cached_property
     def example(self) -> Split:
@@ -118,14 +127,13 @@ class Steps(Sizes):
 
     @cached_property
     def step(self) -> Step:
-        """The step of all candidates, which make the same choices."""
+        """The step of all candidates, which make the same choices, without what only activations depend on."""
         c = self.columns
         sizes: dict[str, Any] = {axis: c[axis] for axis in AXES}
         axes = tuple((axis, sizes[axis]) for axis, _ in self.layout.axes)
-        layout = replace(self.layout, axes=axes, zigzag=bool(c["ring"][0]))
+        layout = replace(self.layout, axes=axes)
         split = replace(self.example, shape=sizes)
-        anew = self.saved != SAVED.index("none")
-        return Step(split, layout, self._runs(), self.tokens, self.losses, self.exchanged, anew)
+        return Step(split, layout, self._runs(), self.tokens, losses=1, exchanged=0, anew=0)
 
     @property
     def of_platform(self) -> Layout:
@@ -211,5 +219,9 @@ class Steps(Sizes):
                 return 0.0
             return function(SCHEDULES[number], *sizes) or 0.0
 
+        return self._map_schedules(by_name)
+
+    @cached_property
+    def _map_schedules(self) -> Callable[[Scalar], Column]:
         c = self.columns
-        return map_distinct(by_name, c["schedule"], c[PIPELINE], c["micro"], c["virtual"])
+        return mapping(c["schedule"], c[PIPELINE], c["micro"], c["virtual"])
