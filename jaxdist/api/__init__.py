@@ -203,6 +203,7 @@ class Parallel:
         with jax.set_mesh(self.mesh):
             batches = (self._part(batch, *part) for part in parts)
             found = self._engine.measure(self._engine.step.whole(state), state.variables, batches)
+        assert found is not None, "there is a batch"
         return found.values
 
     def _part(self, batch: Batch, rows: slice, dims: tuple[str | None, ...]) -> Batch:

@@ -33,7 +33,7 @@ class Arrays(NamedTuple):
 
     what: str
     """The purpose."""
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of this name, which is not called here
     width: int
     """Bytes of an element."""
 
