@@ -16,15 +16,13 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ParallelConfig
-from jaxdist.lab.phases import cpu_mesh
 from jaxdist.lab.slow_networks import byte_model
 from jaxdist.lab.slow_networks.byte_model import Rows, Weights
-from jaxdist.lab.slow_networks.replicas import Trained, compiled
+from jaxdist.lab.slow_networks.replicas import Trained, compiled, on_replicas
 from jaxdist.mesh import REPLICA
 from jaxdist.parallel.crossing.codes import Compression, compression
 from jaxdist.parallel.region import vary
-from jaxdist.planning.hlo import Collective, collectives
-from jaxdist.sharding import Layout
+from jaxdist.planning.hlo import Collective
 
 
 def asked_for(rule: str, density: float = 0.01) -> Compression | None:
@@ -62,19 +60,16 @@ class Summed(NamedTuple):
 
 def once(own: Float[np.ndarray, "R ..."], rule: str, density: float = 0.01) -> Summed:
     """Sum an array over the replicas, each of which has kept nothing back so far."""
-    mesh = cpu_mesh(f"replica={len(own)}")
-    row = Layout.on(mesh).activation("B")
     by = asked_for(rule, density)
 
     def replica(own: Float[Array, "1 ..."]):
         total, error = add_up(by, own[0], vary(jnp.zeros(own.shape[1:]), (REPLICA,)), jnp.int32(0))
         return total[None], error[None]
 
-    placed = jax.device_put(own, jax.NamedSharding(mesh, row))
-    program = jax.jit(jax.shard_map(replica, mesh=mesh, in_specs=row, out_specs=row)).lower(placed).compile()
-    total, errors = program(placed)
+    run, moves = on_replicas(replica, ["B"], ["B", "B"], own)
+    total, errors = run(own)
     # Every replica has the same sum.
-    return Summed(np.asarray(total)[0], np.asarray(errors), collectives(program.as_text(), mesh))
+    return Summed(total[0], errors, moves)
 
 
 def train(rule: str, rate: float, batches: Int[np.ndarray, "steps R B c"]) -> Trained:
@@ -97,7 +92,7 @@ def train(rule: str, rate: float, batches: Int[np.ndarray, "steps R B c"]) -> Tr
         (w, _), losses = lax.scan(step, (w, nothing), numbered)
         return ravel_pytree(w)[0][None], losses[:, None], jnp.zeros((losses.size, 1, 0))
 
-    return compiled(replica, batches, jnp.float32(0))(batches, jnp.float32(rate))
+    return compiled(replica, batches)(batches, rate)
 
 
 def loss(w: Weights, rows: Rows) -> Float[Array, ""]:

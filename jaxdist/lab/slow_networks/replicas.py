@@ -7,7 +7,6 @@ which the collectives over `replica` are counted. Everything is plain SGD, so th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -114,8 +113,8 @@ def train(
         (w, _), (losses, gradients) = lax.scan(step, (w, waiting), batches[:, 0])
         return w[None], losses[:, None], gradients[:, None]
 
-    program = compiled(replica, batches, jnp.float32(0))
-    return [program(batches, jnp.float32(rate)) for rate in rates]
+    program = compiled(replica, batches)
+    return [program(batches, rate) for rate in rates]
 
 
 def local_steps(steps: Sequence[int], rate: float, batches: Int[np.ndarray, "rounds H R B c"]) -> Trained:
@@ -142,28 +141,34 @@ def local_steps(steps: Sequence[int], rate: float, batches: Int[np.ndarray, "rou
         w, losses = lax.scan(round, w, batches[:, :, 0])
         return w[None], losses.reshape(-1, 1), jnp.zeros((losses.size, 1, 0))
 
-    return compiled(replica, batches, jnp.float32(0))(batches, jnp.float32(rate))
+    return compiled(replica, batches)(batches, rate)
 
 
-def compiled(replica: Callable, batches: np.ndarray, rate: Array) -> Callable[..., Trained]:
-    """Compile the program of a replica for `batches` [..., R, B, c]; returns a function that runs it."""
-    workers = batches.shape[-3]
-    mesh = cpu_mesh(f"replica={workers}")
-    layout = Layout.on(mesh)
-    # Only the letter B is split, over the replicas.
-    rows = layout.activation("-" * (batches.ndim - 3) + "B--")
-    by_step = layout.activation("-B")
-    region = jax.shard_map(
-        replica,
-        mesh=mesh,
-        in_specs=(rows, layout.activation("")),
-        out_specs=(layout.activation("B"), by_step, by_step),
-    )
-    place = partial(jax.device_put, device=jax.NamedSharding(mesh, rows))
-    program = jax.jit(region).lower(place(batches), rate).compile()
-    found = collectives(program.as_text(), mesh)
+def compiled(replica: Callable, batches: np.ndarray) -> Callable[[np.ndarray, float], Trained]:
+    """Compile the program of a replica for `batches` [..., R, B, c] and a rate; returns a function that runs it."""
+    rows = "-" * (batches.ndim - 3) + "B--"
+    run, moves = on_replicas(replica, [rows, ""], ["B", "-B", "-B"], batches, np.float32(0))
+    return lambda batches, rate: Trained(*run(batches, np.float32(rate)), moves)
 
-    def run(batches: np.ndarray, rate: Array) -> Trained:
-        return Trained(*map(np.asarray, program(place(batches), rate)), found)
 
-    return run
+def on_replicas(
+    replica: Callable, takes: Sequence[str], makes: Sequence[str], *arrays: np.ndarray
+) -> tuple[Callable[..., list[np.ndarray]], list[Collective]]:
+    """Compile the program of a replica; returns a function that runs it on all, and the collectives that it calls.
+
+    `takes` and `makes` have the dims of each array, of which B, and no other, is split over the replicas.
+    """
+    replicas = arrays[0].shape[takes[0].index("B")]
+    mesh = cpu_mesh(f"replica={replicas}")
+    into, out = (tuple(map(Layout.on(mesh).activation, dims)) for dims in (takes, makes))
+    region = jax.shard_map(replica, mesh=mesh, in_specs=into, out_specs=out)
+
+    def placed(arrays: Sequence[np.ndarray]) -> list[Array]:
+        return [jax.device_put(one, jax.NamedSharding(mesh, spec)) for one, spec in zip(arrays, into, strict=True)]
+
+    program = jax.jit(region).lower(*placed(arrays)).compile()
+
+    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+        return [np.asarray(one) for one in program(*placed(arrays))]
+
+    return run, collectives(program.as_text(), mesh)

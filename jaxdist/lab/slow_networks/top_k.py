@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxdist.lab.phases import cpu_mesh
+from jaxdist.lab.slow_networks.replicas import on_replicas
 from jaxdist.mesh import REPLICA
 from jaxdist.parallel.region import vary
-from jaxdist.planning.hlo import Collective, collectives
-from jaxdist.sharding import Layout
+from jaxdist.planning.hlo import Collective
 
 Tensor = Float[Array, " n"]
 
@@ -89,9 +87,7 @@ def cross(
 ) -> Crossed:
     """Reduce the gradients of each step over the replicas; without `feedback` what is not sent is forgotten."""
     form = FORMS[bits]
-    _, replicas, size = gradients.shape
-    mesh = cpu_mesh(f"replica={replicas}")
-    layout = Layout.on(mesh)
+    size = gradients.shape[-1]
 
     def replica(gradients: Float[Array, "steps 1 n"]):
         def step(waiting: Tensor, g: Tensor):
@@ -107,11 +103,7 @@ def cross(
         _, (arrived, waiting) = lax.scan(step, nothing, gradients[:, 0])
         return arrived[None], waiting[:, None]
 
-    rows = layout.activation("-B-")
-    each = layout.activation("B--")
-    placed = jax.device_put(gradients, jax.NamedSharding(mesh, rows))
-    region = jax.shard_map(replica, mesh=mesh, in_specs=rows, out_specs=(each, rows))
-    program = jax.jit(region).lower(placed).compile()
-    arrived, waiting = program(placed)
+    run, moves = on_replicas(replica, ["-B-"], ["B--", "-B-"], gradients)
+    arrived, waiting = run(gradients)
     # Every replica has gathered the same messages.
-    return Crossed(np.asarray(arrived)[0], np.asarray(waiting), collectives(program.as_text(), mesh))
+    return Crossed(arrived[0], waiting, moves)
