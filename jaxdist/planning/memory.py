@@ -211,13 +211,14 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
     counters = 3
     if pipe is None or pipe.flush:
         counters += config.optimizer.rule.counters
+    each = [(p.held, widths(config, p)) for p in parameters]
     waiting = sum(_crossing(p) for p in parameters)
     rule = with_replicas(config)
     beside = rule.at_rest(waiting, sum(p.held for p in parameters if p.trained), _masters_on_host(config))
     return {
-        "parameters": sum(widths(config, p).parameters * p.held for p in parameters),
-        "optimizer": sum(widths(config, p).optimizer * p.held for p in parameters) + 4 * counters,
-        "host": sum(widths(config, p).host * p.held for p in parameters) + beside.host,
+        "parameters": sum(held * width.parameters for held, width in each),
+        "optimizer": sum(held * width.optimizer for held, width in each) + 4 * counters,
+        "host": sum(held * width.host for held, width in each) + beside.host,
         "copy": sum(_copy(config, p, pipelined=pipe is not None) for p in parameters),
         "errors": beside.errors,
         "in_flight": beside.in_flight + (rule.scalars if waiting else 0),

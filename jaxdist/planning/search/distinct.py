@@ -9,6 +9,9 @@ import numpy as np
 Column = np.ndarray
 """One number for each candidate."""
 
+FEW = 16
+"""Columns of numbers below this bound are taken as they are: ranks would not be much smaller."""
+
 LARGEST_IN_TABLE = 2**24
 """Numbers below this bound are looked up in a table with an entry for each possible value."""
 
@@ -41,7 +44,9 @@ def distinct_rows(*columns: Column) -> tuple[Column, Column]:
     kinds = np.zeros(len(columns[0]), np.int64)
     count = 1
     for column in columns:
-        values, ranks = _ranks(column)
+        values, ranks = int(column.max(initial=0)) + 1, column
+        if values > FEW:
+            values, ranks = _ranks(column)
         kinds = kinds * values + ranks
         count *= values
         # Numbered anew where there are more numbers than rows could have, so that they do not grow with the product.
