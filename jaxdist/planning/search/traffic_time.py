@@ -39,7 +39,8 @@ def communication(
 
     With local steps they stay within one replica, priced where it lies on the whole mesh.
     """
-    transfers = list(transfers)
+    # What crosses no axis of any mesh takes no time.
+    transfers = [transfer for transfer in transfers if transfer.axes]
     found = Communication(dict.fromkeys(communicating(step.config.model), 0.0))
     merged = merge_calls(transfers)
     groups = {axes: group_over(shape, axes, cluster) for axes in {transfer.axes for transfer in merged}}
