@@ -54,7 +54,7 @@ def all_rounds(m: ModelConfig, tokens: Numbers) -> tuple[Numbers, Numbers, Numbe
 
     Each is a number, or an array of the shape of `tokens`. The longest queue has the assumed `IMBALANCE`.
     """
-    if np.ndim(tokens):
+    if isinstance(tokens, np.ndarray):
         counts, kinds = np.unique(tokens, return_inverse=True)
         found = np.array([all_rounds(m, count) for count in counts.tolist()], float).reshape(-1, 3)
         first, times, further = found.T[:, kinds]
