@@ -66,8 +66,12 @@ def open_store(
         """Encode the text, or continue with what a killed process has left in `new`."""
         done = resume_point(new)
         if done is None:
-            assert given or train, "no tokenizer is there, and none can be made"
-            write_whole(new / TOKENIZER, given.text if given else train())
+            if given:
+                made = given.text
+            else:
+                assert train, "no tokenizer is there, and none can be made"
+                made = train()
+            write_whole(new / TOKENIZER, made)
         encoding = Pass(progress, "tokenizing", text.size)
         written = write_parts(new, given or _kept(new), split(encoding.read), dtype, encoding, done, doubled)
         if text.stamp() != stamp:
