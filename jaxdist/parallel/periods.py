@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import P, lax
+from jaxtyping import Array
 
 from jaxdist.sharding import Tree
 
@@ -34,9 +35,9 @@ def scan(
         return _one_after_the_other(bodies, carry, layers, reverse)
 
     def whole_periods(carry: Any) -> tuple[Any, Tree]:
-        periods = jax.tree.map(lambda a: a[:whole].reshape(-1, period, *a.shape[1:]), layers)
+        periods = jax.tree.map(lambda a: _folded(a[:whole], period), layers)
         carry, found = lax.scan(one_period, carry, periods, unroll=unroll, reverse=reverse)
-        return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)
+        return carry, jax.tree.map(_merged, found)
 
     def rest(carry: Any) -> tuple[Any, Tree]:
         of_rest = jax.tree.map(lambda a: a[whole:], layers)
@@ -58,7 +59,24 @@ def _one_after_the_other(bodies: Sequence[Body], carry: Any, layers: Tree, rever
         return body(carry, jax.tree.map(lambda a: a[i], layers))
 
     carry, found = _in_turn([partial(of_layer, i, body) for i, body in enumerate(bodies)], carry, reverse)
-    return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+    # `jnp.stack` sums arrays that are typed `unreduced`, as the counts of routers are, once too often (jax 0.10).
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate([a[None] for a in parts]), *found)
+
+
+def _folded(a: Array, period: int) -> Array:
+    """Return layers [L, ...] as whole periods [L / period, period, ...]."""
+    # By a reshape JAX adds no dim of size 1 to an array that is typed `reduced`.
+    return a[None] if a.shape[0] == period else a.reshape(-1, period, *a.shape[1:])
+
+
+def _merged(a: Array) -> Array:
+    """Return the results [periods, period, ...] of layers as [L, ...]."""
+    spec = jax.typeof(a).sharding.spec
+    shape = (a.shape[0] * a.shape[1], *a.shape[2:])
+    if not spec.unreduced:
+        return a.reshape(shape)
+    # JAX does not find the layout of partial sums by itself.
+    return lax.reshape(a, shape, out_sharding=P(*spec.partitions[1:], unreduced=spec.unreduced))
 
 
 def _in_turn(runs: Sequence[Callable[[Any], tuple[Any, Tree]]], carry: Any, reverse: bool) -> tuple[Any, list[Tree]]:

@@ -18,11 +18,13 @@ MODEL = cases.LLAMA.model_copy(
     update=dict(family="moe", layers=2, experts=8, expert_mlp=32, shared_experts=1, balance_loss=1e-2, z_loss=1e-3)
 )
 TO_EXPERTS = ALL_TO_ALL, ("expert",)
+KNOBS = ("remat", "family", "layers")
+"""Of the model: what a row may have beside those of `parallel`."""
 
 
 def config(mesh: str, k: int = 1, schedule: str = "", model: ModelConfig = MODEL, **parallel) -> Config:
-    """In float32, for batches of `cases.ROWS` rows."""
-    remat = parallel.pop("remat", "none")
+    """In float32, for batches of `cases.ROWS` rows; `parallel` may have KNOBS too."""
+    changed = {"remat": "none"} | {name: parallel.pop(name) for name in KNOBS if name in parallel}
     virtual = 2 if schedule == "interleaved" else 1
     pipeline = PipelineConfig()
     if schedule:
@@ -31,7 +33,7 @@ def config(mesh: str, k: int = 1, schedule: str = "", model: ModelConfig = MODEL
     return Config(
         mesh=mesh,
         precision="float32",
-        model=model.model_copy(update={"remat": remat}),
+        model=model.model_copy(update=changed),
         parallel=ParallelConfig(**parallel),
         pipeline=pipeline,
         train=TrainConfig(global_batch_size=cases.ROWS, accumulation=k),

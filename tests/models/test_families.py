@@ -1,5 +1,6 @@
 """What is said of a model family in the configuration is true of its model."""
 
+import itertools
 from typing import get_args
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 from jaxdist import models
 from jaxdist.config import FAMILIES, ModelConfig
 from jaxdist.config.model import Kind
+from jaxdist.config.stacks import stacks_of
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.request.checks.model import decoder_parameters
 from jaxdist.sharding import ONE_DEVICE
@@ -40,15 +42,16 @@ def test_the_matrices_are_those_that_the_traits_predict(family, tied):
 @pytest.mark.parametrize("family", models.DECODERS)
 def test_a_block_is_built_as_its_kind(family):
     config = ModelConfig(family=family, window=7, **SIZES)
-    for kind in (Kind(7), Kind(0)):
-        block = models.DECODERS[family].make_block(config, kind, ONE_DEVICE, nnx.Rngs(params=0, adapters=0))
+    for stack, kind in itertools.product(stacks_of(config).values(), (Kind(7), Kind(0))):
+        block = models.DECODERS[family].make_block(stack, kind, ONE_DEVICE, nnx.Rngs(params=0, adapters=0))
         assert block.attention.scores.window == kind.window
 
 
 @pytest.mark.parametrize("family", models.DECODERS)
 def test_dropout_is_drawn_where_the_traits_say_so(family, one_device):
     model = models.build(ModelConfig(family=family, dropout=0.5, **SIZES))
-    layer = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), model.abstract["blocks"])
+    first = model.stacks[0].of(model.abstract["blocks"])
+    layer = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), first)
     keys = jax.random.split(jax.random.key(0), 3)
     program = jax.make_jaxpr(model.block)(layer, jnp.zeros((3, 16, 32)), BlockInputs(keys))
     assert ("random_bits" in str(program)) == FAMILIES[family].dropout

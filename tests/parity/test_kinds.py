@@ -85,9 +85,9 @@ def test_every_pipeline_equals_one_device(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [2, 6])
-def test_less_than_a_period_and_whole_ones(layers):
-    check("data=2,model=2", dict(stage=3), layers)
+@pytest.mark.parametrize(("layers", "stage"), [(2, 3), (4, 1), (6, 3)])
+def test_less_than_a_period_one_and_whole_ones(layers, stage):
+    check("data=2,model=2", dict(stage=stage), layers)
 
 
 def test_loss_and_gradient_are_those_of_the_layers_written_out():
@@ -171,3 +171,14 @@ def test_the_layers_of_a_mixture_are_those_written_out():
             params
         )
     np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_in_layers_of_several_kinds_equal_one_device(monkeypatch):
+    """Two periods of routed layers, and one layer more: what their routers count is added up once."""
+    monkeypatch.setitem(FAMILIES, "moe", FAMILIES["moe"]._replace(period=PERIOD))
+    model = MIXTURE.model_copy(update=dict(layers=DENSE + 7, window=5))
+    found = cases.train("replica=2,expert=2,model=2", model=model, stage=2, sequence=True)
+    wanted = cases.train(model=model)
+    np.testing.assert_array_equal(found.counts["load"], wanted.counts["load"])
+    cases.assert_equal(found, wanted)
