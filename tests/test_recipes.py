@@ -12,6 +12,7 @@ from tests.recipes import PAGES, ROOT
 
 PROOFS = {
     "add-a-model": ("tests/parity/test_parity.py", "every_layout and llama-relu2-2x4x1"),
+    "add-a-family-with-kinds": ("tests/memory/test_prediction.py", "state_are_predicted and local"),
     "add-a-huggingface-family": ("tests/huggingface/test_model_config.py", "seed_oss"),
     "add-a-schedule": ("tests/pipeline/test_tables.py", "test_schedules_and_tables"),
     "add-an-optimizer": ("tests/training/test_optimizer.py", "nadamw"),
