@@ -181,11 +181,12 @@ def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
     """
     make = partial(DECODERS[config.family], config, layout)
     module = nnx.eval_shape(lambda: make(_new_rngs()))
+    of_all: Any = module.blocks
     stacks: list[Stack] = []
     graphs: list[nnx.GraphDef] = []
     first = first_layers(config)
     for name, stack in stacks_of(config).items():
-        blocks = module.blocks[name] if name else module.blocks
+        blocks = of_all[name] if name else of_all
         kinds = range(len(graphs), len(graphs) + len(stack.kinds))
         stacks.append(Stack(name, first[name], kinds, blocks.aux_shapes))
         graphs += _graphs(stack, layout, blocks)
