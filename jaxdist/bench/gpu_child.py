@@ -99,7 +99,6 @@ def step(
     """
     from jaxdist.bench.measuring import measure_together
     from jaxdist.bench.step import report
-    from jaxdist.planning import memory
     from jaxdist.training.startup_checks import attention_call
 
     def config_of(rows: int) -> Config:
@@ -113,7 +112,7 @@ def step(
         "remat": run.config.model.remat,
         "layers": "unrolled" if unroll else "scan",
         "attention": attention_call(run, run.config.model.window).form,
-        "predicted_bytes": memory.predict(run.sharded).total,
+        "predicted_bytes": run.predicted_memory.total,
         "sizes": run.config.model.model_dump(),
         "torch": _for_torch(run.config, warmup + repeats),
     }
@@ -129,14 +128,13 @@ def compiled(config_of: Callable[[int], Config], counts: Sequence[int], unroll: 
     """
     from jaxdist.bench.measuring import Timed
     from jaxdist.cluster.runtime import capacity
-    from jaxdist.planning import memory
     from jaxdist.training.run import Run
 
     for rows in counts:
         run = Run(config_of(rows))
         run.forward.unroll = unroll
         available = capacity(run.device)
-        predicted = memory.predict(run.sharded).total
+        predicted = run.predicted_memory.total
         # Do not spend minutes on compiling what is predicted not to fit.
         if len(counts) > 1 and available and predicted > SHARE * available:
             continue

@@ -96,7 +96,7 @@ class Timed:
     @property
     def units(self) -> int:
         """Tokens, or images, of a step."""
-        return self.run.config.train.global_batch_size * self.run.task.units
+        return self.run.task.units_per_step
 
     @property
     def quartiles(self) -> tuple[float, float, float]:

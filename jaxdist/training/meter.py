@@ -11,7 +11,6 @@ import jax
 
 from jaxdist.cluster.runtime import peak_bytes
 from jaxdist.output.units import size
-from jaxdist.planning import memory
 from jaxdist.planning.hardware import peak_flops
 from jaxdist.planning.timing import mfu
 from jaxdist.training.forward.balance import REPORTED, CollapseWatch
@@ -42,14 +41,14 @@ class Meter:
         self.steps = run.steps
         self.max_skipped = config.train.max_skipped
         self.unit = run.task.unit
-        self.per_step = config.train.global_batch_size * run.task.units
+        self.per_step = run.task.units_per_step
         """Tokens, or images, of a step."""
         self.learning_rate = jax.jit(schedule(config.optimizer, run.steps))
         self.flops = run.task.flops
         self.peak = peak_flops(self.device.device_kind, config.precision)
         self.pending: tuple[int, Metrics] | None = None
         """The step that is on its way."""
-        self.predicted: int | None = memory.predict(run.sharded).total
+        self.predicted: int | None = run.predicted_memory.total
         """Predicted bytes of a device; None once they have been logged beside the measured ones of the first step."""
         self.collapse = CollapseWatch(config.model)
         self.ended = first

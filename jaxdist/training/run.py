@@ -22,7 +22,7 @@ from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.crossing import Crossing, Delayed, Outer, crossing_of
 from jaxdist.parallel.placement import differentiated
-from jaxdist.planning import communication
+from jaxdist.planning import communication, memory
 from jaxdist.planning.hardware import Gpu
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.process.gpu_memory import gpu_share
@@ -137,6 +137,11 @@ class Run:
         if self.dry or whole is None:
             return None
         return whole / self.mesh.size
+
+    @cached_property
+    def predicted_memory(self) -> memory.Memory:
+        """The bytes that a device is predicted to hold in a step."""
+        return memory.predict(self.sharded)
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -9,7 +9,6 @@ from jaxdist.config import RequestError
 from jaxdist.huggingface.given_tokenizer import ids_of, largest_id, load_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Params
-from jaxdist.planning import memory
 from jaxdist.training.decoding import Choice, Decoding, check_fits, continued
 from jaxdist.training.run import Run
 
@@ -54,7 +53,7 @@ class Samples:
                     f"leaves no room for more; shorten it"
                 )
         # Now, and not at the first sample, up to which the run would have trained in vain.
-        check_fits(run, len(self.ids), memory.predict(run.sharded).arguments)
+        check_fits(run, len(self.ids), run.predicted_memory.arguments)
 
     def due(self, steps: range) -> bool:
         """Return whether to write after the round of `steps`."""

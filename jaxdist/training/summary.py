@@ -153,7 +153,7 @@ def _training(run: Run, length: str) -> list[Row]:
 def _fit(run: Run) -> list[Row]:
     """Return the rows about memory."""
     config = run.config
-    held = memory.predict(run.sharded)
+    held = run.predicted_memory
     room = run.capacity
     if config.model.images:
         rows = [("memory", _memory(held, room) + "; activations are not predicted")]

@@ -55,6 +55,11 @@ class Task(ABC, Generic[ModelT]):
         return 1
 
     @property
+    def units_per_step(self) -> int:
+        """Units in a global batch."""
+        return self.config.train.global_batch_size * self.units
+
+    @property
     def flops(self) -> int | None:
         """FLOPs to train on one unit; None where they are not counted."""
         return None

@@ -47,10 +47,10 @@ def sampling(monkeypatch, cutting):
     def make(prompts: str, special: SpecialTokens):
         config = SimpleNamespace(sample=SimpleNamespace(every=5, prompts=prompts), model=SimpleNamespace(sequence=100))
         task = SimpleNamespace(tokenizer=cutting, special_tokens=special)
-        return samples.Samples(SimpleNamespace(config=config, task=task, sharded=None))
+        memory = SimpleNamespace(arguments=0)
+        return samples.Samples(SimpleNamespace(config=config, task=task, predicted_memory=memory))
 
     monkeypatch.setattr(samples, "check_fits", lambda *arguments: None)
-    monkeypatch.setattr(samples.memory, "predict", lambda *arguments: SimpleNamespace(arguments=0))
     return make
 
 

@@ -19,7 +19,6 @@ from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.phases import cpu_mesh
 from jaxdist.mesh.split import compute_width
 from jaxdist.output.tables import table
-from jaxdist.planning import memory
 from jaxdist.training.run import Run
 
 GB = 10**9
@@ -85,7 +84,7 @@ def states(zero: int, devices: int) -> States:
         weights=on_one_device(state.weights),
         gradients=on_one_device(gradients, width=compute_width(config)),
         optimizer=on_one_device(state.params) + on_one_device(state.optimizer),
-        within_step=memory.predict(run.sharded).gradients,
+        within_step=run.predicted_memory.gradients,
     )
 
 
