@@ -25,7 +25,7 @@ def permute(seed: int, epoch: int, n: int, index: Int[np.ndarray, "..."]) -> Int
     """
     assert n > 0, "an empty set has no permutation"
     assert index.size == 0 or 0 <= index.min() <= index.max() < n, f"position outside range({n})"
-    width = np.uint64(max(1, ((int(n) - 1).bit_length() + 1) // 2))
+    width = word(max(1, ((int(n) - 1).bit_length() + 1) // 2))
     keys = _round_keys(seed, epoch)
     images = _feistel(index.ravel().astype(np.uint64), width, keys)
     outside = images >= n
