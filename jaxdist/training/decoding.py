@@ -15,11 +15,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxdist.config import NotFinite, RequestError
 from jaxdist.models import Params
+from jaxdist.parallel.context import Starts
 from jaxdist.planning import cache_memory
 from jaxdist.training.forward.cached import CachedForward, Caches
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
-from jaxdist.training.prompts import Prefill, lay_out
+from jaxdist.training.prompts import lay_out
 from jaxdist.training.run import Run
 from jaxdist.training.sampling import NOT_FINITE, Choice
 
@@ -115,7 +116,7 @@ class Decoding:
         laid_out = lay_out(prompts, self.run.layout.ranks, self.sequence)
         seen = self._seen(choice, prompts, laid_out.lengths.size)
         with jax.set_mesh(self.run.mesh):
-            made = self.prefill(choice, self.weights, key, laid_out, seen)
+            made = self.prefill(choice, self.weights, key, *laid_out, seen)
         return Drawn(*made, laid_out.lengths)
 
     def step(self, drawn: Drawn, choice: Choice, key: Key[Array, ""], number: int) -> Drawn:
@@ -144,10 +145,13 @@ class Decoding:
             choice: Choice,
             weights: Params,
             key: Key[Array, ""],
-            prompts: Prefill,
+            tokens: Int[Array, "R T"],
+            starts: Starts,
+            begins: Int[Array, " B"],
+            lengths: Int[Array, " B"],
             seen: Seen,
         ) -> Made:
-            cache, logits = self.forward.prefill(weights, *prompts)
+            cache, logits = self.forward.prefill(weights, tokens, starts, begins, lengths)
             return cache, logits, *self._choose(choice, key, jnp.zeros((), jnp.int32), logits, seen)
 
         return prefill
