@@ -1,7 +1,4 @@
-"""Read and write files of token ids. The operating system's page cache is the only buffer.
-
-Files are read with `preadv` and not memory-mapped: truncating a mapped file would end the process with SIGBUS.
-"""
+"""Read and write files of token ids."""
 
 from __future__ import annotations
 
@@ -10,13 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import numpy as np
 import xxhash
 from jaxtyping import Int, Integer
 
-from jaxdist.config import DataLost
+from jaxdist.data.number_file import NumberFile
 from jaxdist.files import blocks, open_regular
 
 TokenType = Literal["uint16", "uint32"]
@@ -101,31 +98,11 @@ class Tokens:
 
     def read(self, start: int, stop: int) -> Integer[np.ndarray, " n"]:
         """Return tokens start..stop-1 of these."""
-        tokens = np.empty(stop - start, np.dtype(self.dtype).newbyteorder("<"))
-        rest = tokens.data.cast("B")
-        place = (self.start + start) * tokens.itemsize
-        while rest:
-            try:
-                count = os.preadv(self._file.fileno(), [rest], place)
-            except OSError as error:
-                raise DataLost(f"'{self.path}' cannot be read any more ({error.strerror}); put it back") from error
-            if count == 0:
-                size = os.fstat(self._file.fileno()).st_size
-                raise DataLost(
-                    f"'{self.path}' was truncated while it was read: it has {size} bytes, and those from {place} on, "
-                    f"which were there when it was opened, are gone; put it back"
-                )
-            rest = rest[count:]
-            place += count
-        return tokens
+        return self._file.read(self.start + start, self.start + stop)
 
     @cached_property
-    def _file(self) -> IO[bytes]:
-        # The file stays open, so that another file that replaces it later is not read.
-        try:
-            return self.path.open("rb", buffering=0)
-        except OSError as error:
-            raise DataLost(f"'{self.path}' cannot be opened any more ({error.strerror}); put it back") from error
+    def _file(self) -> NumberFile:
+        return NumberFile(self.path, self.dtype)
 
     def _contains(self, token: int | None) -> bool:
         """Return whether one of the tokens is this one. Reads up to it."""
