@@ -23,6 +23,7 @@ from jaxdist.config.values import (
     CountOrZero,
     FilePath,
     FilePaths,
+    IdType,
     MicroBatches,
     Minutes,
     NotOneBit,
@@ -158,13 +159,15 @@ class DataConfig(Section):
     """Source of the tokens or images, and the data loader."""
 
     path: FilePath | None = None
-    """Text, .jsonl with "text", uint16 tokens (.bin); images: .npz or a folder; none: Python's library, or digits."""
+    """Text, .jsonl with "text", tokens (.bin); images: .npz or a folder; none: Python's library, or digits."""
     tokenizer: FilePath | None = None
     """A tokenizer.json, or the folder of a tokenizer (Hugging Face), for its BOS too; none: train a byte-level BPE."""
     validation_path: FilePaths | None = None
     """Validation data of the same kind, of text also several files as a,b; none: a fraction of path is held out."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of path that is held out when there is no validation path."""
+    dtype: IdType = "auto"
+    """Type of the ids in a headerless .bin, little-endian; auto: uint32 if the content shows it, else uint16."""
     augment: Literal["none", "crop", "crop-flip"] = "none"
     """Augmentation of training images. crop: shift by up to an eighth of the size; flip: mirror half of the time."""
     prefetch: Annotated[int, Field(ge=1, le=2**10)] = 2

@@ -184,6 +184,8 @@ Tokens = Annotated[int, Field(ge=1, le=2**20)]
 Sequence = Annotated[int, Field(ge=1, le=2**24)]
 Pixels = Annotated[int, Field(ge=1, le=2**14)]
 Channels = Annotated[int, Field(ge=1, le=2**12)]
+IdType = Literal["auto", "uint16", "uint32"]
+"""The type of the ids in a file of tokens; auto: as its content shows."""
 # JAX drops the higher bits of a seed without a warning.
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 

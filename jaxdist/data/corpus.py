@@ -6,16 +6,17 @@ tokenizer is given. Then both parts are written as token files. A `.bin` holds t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from jaxdist.config import DataConfig, RequestError
+from jaxdist.config.values import IdType
 from jaxdist.data.paths import open_sources
 from jaxdist.data.progress import Pass, Progress, unseen
-from jaxdist.data.readers.reader import TextReader, TokenReader, reading
+from jaxdist.data.readers.reader import Expected, TextReader, TokenFile, TokenReader, reading
 from jaxdist.data.rows import CutRows
 from jaxdist.data.sources import Source, Sources
 from jaxdist.data.token_store import open_store
@@ -120,7 +121,8 @@ class _Request:
     def _tokens(self) -> Corpus:
         """Open files of tokens in place. Without a validation file, the tail of the first one is held out."""
         sources = self.sources
-        parts = open_token_files(sources.all, self.given, self.vocab, self.progress)
+        files = open_token_files(sources.all, self.given, self.vocab, self.progress, self.config.dtype)
+        parts = [file.tokens for file in files]
         content = sources.digest(Pass(self.progress, "reading the data", sources.size).read)
         if sources.held_out:
             train, validation = parts
@@ -134,8 +136,8 @@ class _Request:
             CutRows(validation, self.sequence),
             tokenizer=self.given.text if self.given else None,
             special=self.given.special if self.given else SpecialTokens(),
-            fingerprint=digest(content, *identity(self.given)),
-            source=f"{sources.root}, {_sizes(train, validation)}",
+            fingerprint=digest(content, *identity(self.given), *types(parts)),
+            source=f"{sources.root}{_form(files)}, {_sizes(train, validation)}",
         )
 
     def _text(self) -> Corpus:
@@ -195,25 +197,36 @@ class _Request:
 
 
 def open_token_files(
-    sources: Sequence[Source], given: GivenTokenizer | None, vocab: int, progress: Progress
-) -> list[Tokens]:
-    """Return the tokens of the first file of each source. Raises `RequestError` with every problem of these files."""
+    sources: Sequence[Source], given: GivenTokenizer | None, vocab: int, progress: Progress, dtype: IdType
+) -> list[TokenFile]:
+    """Return the first file of each source. Raises `RequestError` with every problem of these files."""
     entries = largest_id(given.load()) + 1 if given else None
-    problems = []
+    expected = Expected(vocab, entries, dtype)
+    problems: list[str] = []
     opened = []
     for source in sources:
         reader = source.reader
         assert isinstance(reader, TokenReader)
-        with reading(source.root):
-            checking = Pass(progress, "checking token ids", source.size)
-            problem = reader.problem(source.root, vocab, entries, checking.read)
-            if problem:
-                problems.append(problem)
-            else:
-                opened.append(reader.open(source.root))
+        checking = Pass(progress, "checking token ids", source.size)
+        try:
+            with reading(source.root):
+                opened.append(reader.open(source.root, expected, checking.read))
+        except RequestError as error:
+            problems += error.problems
     if problems:
         raise RequestError(*problems)
     return opened
+
+
+def types(parts: Iterable[Tokens]) -> list[str]:
+    """Return the types of ids that are not uint16, which the same bytes may be too."""
+    return [part.dtype for part in parts if part.dtype != "uint16"]
+
+
+def _form(files: Sequence[TokenFile]) -> str:
+    """Return what the summary adds to the name of the data: how they are read, in parentheses."""
+    forms = dict.fromkeys(file.form for file in files if file.form)
+    return f" ({'; '.join(forms)})" if forms else ""
 
 
 def _apart(corpus: Corpus) -> Corpus:

@@ -17,7 +17,8 @@ from jaxtyping import Int
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
-from jaxdist.data.corpus import VERSION, identity, open_token_files
+from jaxdist.config.values import IdType
+from jaxdist.data.corpus import VERSION, identity, open_token_files, types
 from jaxdist.data.progress import Progress, unseen
 from jaxdist.data.readers.reader import Document, OnRead, TokenReader
 from jaxdist.data.rows import labelled
@@ -84,7 +85,12 @@ class HeldOut:
 
 
 def open_held_out(
-    path: Path, given: GivenTokenizer | None, vocab: int, apart: bool = False, progress: Progress = unseen
+    path: Path,
+    given: GivenTokenizer | None,
+    vocab: int,
+    apart: bool = False,
+    progress: Progress = unseen,
+    dtype: IdType = "auto",
 ) -> HeldOut:
     """Return a file of any form that data.path takes as tokens of a model with `vocab` ids.
 
@@ -93,7 +99,7 @@ def open_held_out(
     """
     source = Source.of(path)
     if isinstance(source.reader, TokenReader):
-        opened = _open_tokens(source, given, vocab, progress)
+        opened = _open_tokens(source, given, vocab, progress, dtype)
     else:
         opened = _open_text(source, given, vocab, apart, progress)
     if opened.rows(1, 1) == 0:
@@ -104,10 +110,15 @@ def open_held_out(
     return opened
 
 
-def _open_tokens(source: Source, given: GivenTokenizer | None, vocab: int, progress: Progress) -> HeldOut:
+def _open_tokens(
+    source: Source, given: GivenTokenizer | None, vocab: int, progress: Progress, dtype: IdType
+) -> HeldOut:
     """Open tokens in place, whose first one nothing predicts."""
-    (tokens,) = open_token_files([source], given, vocab, progress)
-    return HeldOut(source.root, tokens, before=None, bytes=None, fingerprint=source.digest())
+    (file,) = open_token_files([source], given, vocab, progress, dtype)
+    content = source.digest()
+    others = types([file.tokens])
+    fingerprint = digest(content, *others) if others else content
+    return HeldOut(source.root, file.tokens, before=None, bytes=None, fingerprint=fingerprint)
 
 
 def _open_text(source: Source, given: GivenTokenizer | None, vocab: int, apart: bool, progress: Progress) -> HeldOut:

@@ -11,8 +11,11 @@ HEAD = 512
 
 DECOMPRESS = "decompress it, and name the result .txt, .jsonl or .bin"
 UNPACK = "unpack it, and give one of its files"
-EXPORT = "export its text as .txt or .jsonl, or its token ids as a headerless uint16 .bin"
-NUMPY = "where all token ids are below 65,536, write them with numpy's ids.astype('<u2').tofile('tokens.bin')"
+EXPORT = "export its text as .txt or .jsonl, or its token ids as a headerless .bin of uint16 or uint32"
+NUMPY = (
+    "where all token ids are below 65,536, write them with numpy's ids.astype('<u2').tofile('tokens.bin'), otherwise "
+    "with '<u4'"
+)
 
 
 class Format(NamedTuple):

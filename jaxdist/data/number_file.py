@@ -1,4 +1,4 @@
-"""Read numbers from a headerless little-endian file. The operating system's page cache is the only buffer.
+"""Read numbers from a little-endian file. The operating system's page cache is the only buffer.
 
 The file is read with `preadv` and not memory-mapped: truncating a mapped file would end the process with SIGBUS.
 """
@@ -24,12 +24,14 @@ class NumberFile:
     path: Path
     dtype: str
     """Of the numbers, such as uint16."""
+    offset: int = 0
+    """Bytes of the header, after which number 0 lies."""
 
     def read(self, start: int, stop: int) -> Integer[np.ndarray, " n"]:
         """Return numbers start..stop-1. Raises `DataLost` if the file is shorter than when it was opened."""
         numbers = np.empty(stop - start, np.dtype(self.dtype).newbyteorder("<"))
         rest = numbers.data.cast("B")
-        place = start * numbers.itemsize
+        place = self.offset + start * numbers.itemsize
         while rest:
             try:
                 count = os.preadv(self._file.fileno(), [rest], place)

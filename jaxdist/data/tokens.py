@@ -28,7 +28,7 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Tokens:
-    """The `length` token ids from index `start` of a headerless little-endian file.
+    """The `length` little-endian token ids from index `start` of a file.
 
     Every method that reads raises `DataLost` if the file is shorter than when it was opened.
     """
@@ -41,17 +41,19 @@ class Tokens:
     """The token that begins each document, if documents are to be apart and such a token exists."""
     end: int | None = None
     """The token that ends each document, if documents are to be apart and such a token exists."""
+    offset: int = 0
+    """Bytes of the header, after which the token of index 0 lies."""
 
     @classmethod
-    def open(cls, path: Path, dtype: TokenType) -> Tokens:
-        """Return all tokens of a file, whose size must be a multiple of the token's.
+    def open(cls, path: Path, dtype: TokenType, offset: int = 0) -> Tokens:
+        """Return all tokens of a file after `offset` bytes, of which there must be a whole number.
 
         Nothing is read here: tokens are read from the file when they are indexed.
         """
-        size = path.stat().st_size
+        size = path.stat().st_size - offset
         width = np.dtype(dtype).itemsize
-        assert size % width == 0, f"{path} has {size} bytes, not a multiple of {width}"
-        return cls(path, dtype, size // width)
+        assert size % width == 0, f"{path} has {size} bytes of tokens, not a multiple of {width}"
+        return cls(path, dtype, size // width, offset=offset)
 
     def part(self, start: int, stop: int) -> Tokens:
         """Return tokens start..stop-1 of these without copying them."""
@@ -102,7 +104,7 @@ class Tokens:
 
     @cached_property
     def _file(self) -> NumberFile:
-        return NumberFile(self.path, self.dtype)
+        return NumberFile(self.path, self.dtype, self.offset)
 
     def _contains(self, token: int | None) -> bool:
         """Return whether one of the tokens is this one. Reads up to it."""

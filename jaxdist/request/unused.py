@@ -377,6 +377,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "data.tokenizer": (text,),
     "data.validation_path": ALWAYS,
     "data.validation_fraction": (fraction_held_out,),
+    "data.dtype": (text,),
     "data.augment": (images,),
     "data.prefetch": ALWAYS,
     "optimizer.name": ALWAYS,

@@ -79,12 +79,13 @@ def on_files(trained: Trained, job: Job, stride: int | None = None) -> Judgement
     """
     run = trained.run
     model = run.config.model
-    given = stored_at(run.config.folder).given_tokenizer(run.config.data.tokenizer)
+    data = run.config.data
+    given = stored_at(run.config.folder).given_tokenizer(data.tokenizer)
     files: list[HeldOut] = []
 
     def read() -> None:
-        for path in paths_of(run.config.data.validation_path):
-            files.append(open_held_out(path, given, model.vocab, model.documents_apart, run.task.progress))
+        for path in paths_of(data.validation_path):
+            files.append(open_held_out(path, given, model.vocab, model.documents_apart, run.task.progress, data.dtype))
 
     _read_first(trained, job, read)
     _tell(job, *(file.note for file in files))

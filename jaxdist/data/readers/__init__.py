@@ -6,11 +6,11 @@ from pathlib import Path
 
 from jaxdist.data.readers.json_lines import JSON_LINES
 from jaxdist.data.readers.plain_text import PLAIN_TEXT
+from jaxdist.data.readers.raw_tokens import RAW_TOKENS
 from jaxdist.data.readers.reader import Reader, TokenReader, reading
-from jaxdist.data.readers.uint16_tokens import UINT16_TOKENS
 
 READERS: tuple[Reader, ...] = (
-    UINT16_TOKENS,
+    RAW_TOKENS,
     JSON_LINES,
     PLAIN_TEXT,
 )

@@ -27,7 +27,7 @@ def blocks(opened: OpenFile) -> Iterator[Document]:
         except UnicodeDecodeError as error:
             raise RequestError(
                 f"'{path}' is not utf-8 text (byte {place + error.start + 1} is {block[error.start]:#04x}); convert "
-                "it, or name it .bin if it holds uint16 tokens"
+                "it, or name it .bin if it holds tokens"
             ) from error
         place += len(block)
         on_read(len(block))

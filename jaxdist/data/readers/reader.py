@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxdist.config import RequestError
+from jaxdist.config.values import IdType
 
 if TYPE_CHECKING:
     from jaxdist.data.tokens import Tokens
@@ -93,11 +94,40 @@ class TextReader(Reader):
 class TokenReader(Reader):
     """A form of files that hold token ids, which are used in place."""
 
-    problem: Callable[[Path, int, int | None, OnRead], str | None]
-    """Returns why a file is not accepted, or None if it is. Raises `OSError`.
+    open: Callable[[Path, Expected, OnRead], TokenFile]
+    """Returns the tokens of a file, after a look at all of them; calls what it is given with the numbers of bytes read.
 
-    Takes the file, the ids of the model, the ids of its tokenizer (None without one), and what to call with the
-    numbers of bytes read.
+    Raises `RequestError` with the reason why the file is not accepted, and `OSError`.
     """
-    open: Callable[[Path], Tokens]
-    """Returns the tokens of a file that has no problem. Nothing is read before they are asked for."""
+
+
+class Expected(NamedTuple):
+    """What the ids in a file of tokens should be."""
+
+    vocab: int
+    """The number of ids of the model."""
+    entries: int | None = None
+    """The number of ids of its tokenizer; None without one."""
+    dtype: IdType = "auto"
+    """Their type, as data.dtype says it."""
+
+
+class TokenFile(NamedTuple):
+    """A file of tokens that was accepted."""
+
+    tokens: Tokens
+    form: str = ""
+    """What the summary adds to its name: how it was read, where that is not the usual way."""
+
+
+def check_ids(tokens: Tokens, vocab: int, on_read: OnRead, also: str = "") -> None:
+    """Raise `RequestError` if an id is no id of a model with `vocab` of them. Reads all tokens.
+
+    `also` is what else may be the cause than too small a vocabulary.
+    """
+    largest = tokens.largest(on_read)
+    if largest >= vocab:
+        raise RequestError(
+            f"'{tokens.path}' holds token id {largest} but model.vocab is {vocab}; set model.vocab to at least "
+            f"{largest + 1}{also}"
+        )

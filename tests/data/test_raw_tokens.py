@@ -1,10 +1,14 @@
-"""A `.bin` that is not what it is read as, headerless little-endian uint16, is refused before it is trained on."""
+"""A `.bin` holds headerless little-endian uint16 or uint32; another one is refused before it is trained on."""
 
 import numpy as np
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.data.readers import uint16_tokens
+from jaxdist.data.held_out import open_held_out
+from jaxdist.data.readers import raw_tokens
+from jaxdist.data.readers.reader import Expected
+from jaxdist.data.sources import Source
+from jaxdist.files import digest
 from tests.data.files import POEM, ids, lines, open_, save_tokenizer
 
 RANDOM = np.random.default_rng(0)
@@ -14,24 +18,29 @@ def tokens(count: int, vocab: int) -> np.ndarray:
     return np.random.default_rng(vocab).integers(0, vocab, count)
 
 
-def problem(write, content, vocab=1 << 16, entries=None) -> str | None:
-    return uint16_tokens.problem(write("a.bin", content), vocab, entries)
+def problem(write, content, vocab=1 << 16, entries=None, dtype="auto") -> str | None:
+    """Why it is refused; how it is read, where that is not as uint16; or None."""
+    try:
+        file = raw_tokens.open_raw(write("a.bin", content), Expected(vocab, entries, dtype))
+    except RequestError as error:
+        return str(error)
+    return None if file.tokens.dtype == "uint16" else file.form
 
 
 @pytest.mark.parametrize(
-    ("dtype", "order"),
-    [("<u4", "little-endian"), (">u4", "big-endian"), ("<i8", "little-endian"), (">i8", "big-endian")],
+    ("dtype", "form"),
+    [(">u4", "big-endian uint32 or int64"), ("<i8", "little-endian int64"), (">i8", "big-endian uint32 or int64")],
 )
 @pytest.mark.parametrize("count", [96, 5000])
 @pytest.mark.parametrize("largest", [96, 50_304, 128_256])
-def test_wider_ids_are_refused_on_both_sides(write, dtype, order, count, largest):
+def test_wider_ids_are_refused_on_both_sides(write, dtype, form, count, largest):
     """With `model.vocab` 65,536 no half of an id is out of range."""
     wrong = write("wrong.bin", tokens(count, largest).astype(dtype).tobytes())
     right = write("right.bin", tokens(5000, 50_304).astype("<u2").tobytes())
     for paths in ({"path": wrong}, {"path": right, "validation_path": wrong}):
         with pytest.raises(RequestError) as raised:
             open_(vocab=1 << 16, **paths)
-        assert f"'{wrong}' looks like {order} uint32 or int64, not uint16" in str(raised.value)
+        assert f"'{wrong}' looks like {form}, not uint16 or little-endian uint32: " in str(raised.value)
         assert "astype('<u2')" in str(raised.value)
 
 
@@ -66,7 +75,7 @@ def test_one_percent_of_the_lower_halves_decide(write):
     values[1::2] = 1
     assert problem(write, values.tobytes()) is None
     values[198] = 2
-    assert "every second of its first 20000 values of 16 bits is below 2" in problem(write, values.tobytes())
+    assert problem(write, values.tobytes(), 1 << 17) == "uint32, as its content shows"
 
 
 def test_one_upper_half_that_is_too_large_decides(write):
@@ -80,13 +89,13 @@ def test_one_upper_half_that_is_too_large_decides(write):
 def test_the_bound_grows_with_the_vocabulary(write):
     content = ids(*[500, 2] * 5000)
     assert problem(write, content, 131_072, entries=65_536) is None
-    assert "is below 3" in problem(write, content, 131_073, entries=65_536)
+    assert "token id 131572 but model.vocab is 131073" in problem(write, content, 131_073, entries=65_536)
 
 
 def test_only_the_first_values_are_looked_at_for_it(write):
-    values = np.array([500, 0] * (uint16_tokens.LOOKED_AT // 2) + [500, 500], "<u2")
-    assert "first 1048576 values" in problem(write, values.tobytes())
-    values[uint16_tokens.LOOKED_AT - 1] = 500
+    values = np.array([500, 0] * (raw_tokens.LOOKED_AT // 2) + [500, 500], "<u2")
+    assert "uint32" in problem(write, values.tobytes())
+    values[raw_tokens.LOOKED_AT - 1] = 500
     assert problem(write, values.tobytes()) is None
 
 
@@ -95,7 +104,7 @@ def test_a_vocabulary_that_uint16_cannot_hold_needs_its_tokenizer(write, tmp_pat
     assert open_(vocab=65_536, path=path).train.tokens.length == 3800
     with pytest.raises(RequestError) as raised:
         open_(vocab=65_537, path=path)
-    for sentence in ("below 65536", "model.vocab is 65537", "to at most 65536", "data.tokenizer of at most 65536"):
+    for sentence in ("below 65536", "model.vocab is 65537", "set data.dtype to uint16 or uint32"):
         assert sentence in str(raised.value)
     small = save_tokenizer(tmp_path / "small.json", 65_536)
     assert open_(vocab=65_537, path=path, tokenizer=small).train.tokens.length == 3800
@@ -107,7 +116,7 @@ def test_a_vocabulary_that_uint16_cannot_hold_needs_its_tokenizer(write, tmp_pat
 def test_swapped_bytes_are_named(write):
     content = RANDOM.integers(0, 50_257, 5000)
     told = problem(write, content.astype(">u2").tobytes(), 50_304)
-    assert "with the bytes of each id swapped all are below 50304: the file may be big-endian" in told
+    assert "swap the bytes of each id: all are then below 50304, so that the file may be big-endian" in told
     told = problem(write, ids(*content, 65_535), 50_304)
     assert "check that the file is uint16 without a header" in told
 
@@ -124,3 +133,46 @@ def test_all_that_is_wrong_with_two_files_is_said(write):
     with pytest.raises(RequestError) as raised:
         open_(path=paths[0], validation_path=paths[1])
     assert ["cut short" in raised.value.problems[0], "token id 999" in raised.value.problems[1]] == [True, True]
+
+
+@pytest.mark.parametrize("vocab", [300, 50_304, 128_256])
+@pytest.mark.parametrize("dtype", ["auto", "uint32"])
+def test_uint32_is_read_where_its_content_or_the_request_says_so(write, vocab, dtype):
+    content = tokens(4000, vocab)
+    path = write("a.bin", content.astype("<u4").tobytes())
+    corpus = open_(vocab=vocab, path=path, dtype=dtype)
+    assert [*corpus.train.tokens.ids, *corpus.validation.tokens.ids] == content.tolist()
+    form = {"auto": "uint32, as its content shows", "uint32": "uint32"}[dtype]
+    assert corpus.source == f"{path} ({form}), 3.8 k tokens and 200 held out"
+
+
+def test_the_type_belongs_to_the_fingerprint_where_it_is_not_uint16(write):
+    path = write("a.bin", tokens(4000, 128_256).astype("<u4").tobytes())
+    shown, said, other = (open_(vocab=1 << 17, path=path, dtype=dtype) for dtype in ("auto", "uint32", "uint16"))
+    assert shown.fingerprint == said.fingerprint != other.fingerprint
+    # A file that could be read before has the fingerprint that it had.
+    path = write("b.bin", tokens(4000, 300).astype("<u2").tobytes())
+    before = digest(digest(Source.of(path).digest(), 0.05), None)
+    assert open_(path=path).fingerprint == open_(path=path, dtype="uint16").fingerprint == before
+
+
+def test_what_the_request_says_counts(write):
+    pattern = ids(*[500, 0] * 5000)
+    assert problem(write, pattern, 501, dtype="uint16") is None
+    assert problem(write, ids(1, 0, 2, 0), 3, dtype="uint32") == "uint32"
+    assert "token id 65538 but model.vocab is 3" in problem(write, ids(2, 1), 3, dtype="uint32")
+    assert "is cut short: 6 bytes are not a whole number of uint32" in problem(write, ids(1, 2, 3), dtype="uint32")
+    assert "is cut short: 402 bytes are not a whole number of uint32" in problem(write, ids(*[300, 0] * 100, 5))
+
+
+def test_what_could_be_either_is_asked_about(write):
+    content = tokens(60, 128_256).astype("<u4").tobytes()
+    assert "set data.dtype to uint16 or uint32, whichever its ids are" in problem(write, content, 128_256)
+    assert problem(write, content, 128_256, dtype="uint32") == "uint32"
+
+
+def test_a_file_is_evaluated_by_its_type(write):
+    content = tokens(100, 128_256).astype("<u4")
+    for dtype in ("auto", "uint32"):
+        held_out = open_held_out(write("a.bin", content.tobytes()), None, 128_256, dtype=dtype)
+        assert held_out.tokens.ids.tolist() == content.tolist()
