@@ -16,7 +16,6 @@ from jaxdist.planning.context_traffic import KEYS, STARTS
 from jaxdist.planning.expert_traffic import ROWS
 from jaxdist.planning.habit import PREDICTED, Habit
 from jaxdist.planning.parameter_layout import Placed
-from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Count, Transfer
 from jaxdist.planning.runs import Step
 from jaxdist.planning.stream_traffic import BETWEEN_STAGES, LOOKED_UP, LOOKED_UP_POSITIONS
@@ -79,27 +78,42 @@ def _behind_the_sum_of_groups(sent: Sent) -> Count:
     return sent.transfer.calls
 
 
-def _chunk_of_one_layer(sent: Sent) -> Pipeline | None:
-    """Return the pipeline if it is a transfer of weights that a rank gathers for its only layer (stage 3)."""
+def _layers_in_no_loop(sent: Sent) -> int:
+    """Return how many layers of a rank no loop runs, if it is a transfer of weights that are gathered there (stage 3).
+
+    A turn of the loop over a chunk's layers runs a period of kinds. A loop of a single turn is none, and what is left
+    over of a period is in none.
+    """
     step = sent.step
     p = sent.parameter
     if p is None or not p.stacked or not step.pipe or not sent.transfer.what.startswith(WEIGHTS):
-        return None
-    only = step.pipe.stages.depth == step.pipe.stages.virtual == 1
-    return step.pipe if only and step.pipe.flush and step.config.parallel.zero == 3 else None
+        return 0
+    stages = step.pipe.stages
+    if stages.virtual > 1 or not step.pipe.flush or step.config.parallel.zero != 3:
+        return 0
+    return stages.depth if stages.depth < 2 * stages.period else stages.depth % stages.period
+
+
+def _with_layers_in_no_loop(sent: Sent, calls_of_one: Count) -> Count:
+    """Return the calls of all layers, where each one in no loop has `calls_of_one`."""
+    layers = _layers_in_no_loop(sent)
+    if not layers or not sent.step.pipe:
+        return sent.transfer.calls
+    depth = sent.step.pipe.stages.depth
+    return sent.transfer.calls * (depth - layers) // depth + layers * calls_of_one
 
 
 def _once_for_all_ticks(sent: Sent) -> Count:
-    return 1 if _chunk_of_one_layer(sent) else sent.transfer.calls
+    return _with_layers_in_no_loop(sent, 1)
 
 
 def _once_for_segments_of_a_tick(sent: Sent) -> Count:
-    pipe = _chunk_of_one_layer(sent)
-    if pipe is None:
+    pipe = sent.step.pipe
+    if pipe is None or not _layers_in_no_loop(sent):
         return sent.transfer.calls
     backward = not (sent.parameter and sent.parameter.forward_only)
     lengths = [end - first for first, end, slots in pipe.table.segments if "F" in slots or backward]
-    return sum(ticks for ticks in lengths if ticks > 1) + int(1 in lengths)
+    return _with_layers_in_no_loop(sent, sum(ticks for ticks in lengths if ticks > 1) + int(1 in lengths))
 
 
 def _without_the_last_message(sent: Sent) -> Count:
@@ -198,19 +212,20 @@ CORRECTIONS = (
         reason="XLA:GPU moves an all-reduce behind a loop that only adds to a sum",
     ),
     Correction(
-        name="a chunk of one layer, all ticks",
+        name="layers of a chunk in no loop, all ticks",
         platforms=("cpu",),
         since="0.10",
         calls=_once_for_all_ticks,
-        reason="nothing of a rank's only layer differs from tick to tick, so XLA:CPU gathers its weights once",
+        reason="nothing of a rank's only layer, or of one that is left over of a period, differs from tick to tick, so "
+        "XLA:CPU gathers its weights once",
     ),
     Correction(
-        name="a chunk of one layer, single ticks",
+        name="layers of a chunk in no loop, single ticks",
         platforms=("gpu",),
         since="0.10",
         calls=_once_for_segments_of_a_tick,
-        reason="XLA:GPU gathers the weights of a rank's only layer once in every turn of a loop over ticks, and once "
-        "for all segments of a single tick, which are no loops",
+        reason="XLA:GPU gathers the weights of a rank's only layer, or of one that is left over of a period, once in "
+        "every turn of a loop over ticks, and once for all segments of a single tick, which are no loops",
     ),
     Correction(
         name="the last message",

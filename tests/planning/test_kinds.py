@@ -1,14 +1,17 @@
 """Predictions, and the summary of a run, where layers are of several kinds."""
 
 import math
+from collections import Counter
 
+import jax
 import pytest
 
 from jaxdist.config import Config, ModelConfig, TrainConfig
 from jaxdist.config.model import FAMILIES
-from jaxdist.mesh import parse_mesh
+from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.mesh.split import Split
-from jaxdist.planning import activations, timing
+from jaxdist.planning import activations, communication, memory, timing
+from jaxdist.planning.hlo import collectives
 from jaxdist.planning.pipelines import pipeline_of, uneven
 from jaxdist.request.checks import problems
 from jaxdist.request.knobs import KNOBS
@@ -16,6 +19,7 @@ from jaxdist.sharding import ONE_DEVICE
 from jaxdist.training.run import Run
 from jaxdist.training.summary import outlook
 from tests.kinds import llama_of_several_kinds  # noqa: F401  # used by itself
+from tests.planning import pipelines
 
 WINDOW = 16
 MODEL = ModelConfig(family="llama", layers=7, embed=32, heads=4, mlp=48, vocab=80, sequence=1024, window=WINDOW)
@@ -73,3 +77,29 @@ def test_the_summary_names_the_attention_of_each_kind():
     windowed, full = line.split("; ")
     assert "causal attention in a window of 16 tokens in 1 block" in windowed
     assert full.startswith("causal attention in 1 block")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [
+        ("2x1x2", dict(zero=3, remat="stage")),
+        ("2x2x2", dict(zero=3, sequence=True, remat="dots", schedule="gpipe")),
+        ("2x1x2", dict(zero=3, remat="block", schedule="interleaved", layers=10)),
+    ],
+    ids=["1f1b", "gpipe", "interleaved"],
+)
+def test_a_pipeline_holds_and_sends_what_is_predicted(mesh, how):
+    """A rank's layers are one period, which is no loop, and the first of another one; or two whole periods in turn."""
+    config = pipelines.config(mesh, **{"family": "llama", "mlp": 64, "layers": 7, "window": 5} | how)
+    run = Run(config, devices=jax.devices()[: devices_asked(parse_mesh(mesh))])
+    with jax.set_mesh(run.mesh):
+        compiled = run.lower().compile()
+    predicted = Counter()
+    for transfer in communication.predict(run.sharded):
+        predicted[transfer.kind, transfer.axes] += transfer.elements
+    found = Counter()
+    for one in collectives(compiled.as_text(), run.mesh):
+        found[one.kind, one.axes] += one.array_elements * one.count
+    assert +found == predicted
+    assert compiled.memory_analysis().argument_size_in_bytes == memory.predict(run.sharded).arguments
