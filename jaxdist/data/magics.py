@@ -54,14 +54,9 @@ FORMATS = (
     Format("a pickle of Python objects", rb"\x80[\x02\x03](?:[\]})](?:q\x00|\.)|c[\w.]+\n[\w.]+\n)", EXPORT),
     Format("a PDF document", rb"%PDF-\d\.\d[\r\n]+%[\x80-\xff]", EXPORT),
     Format(
-        "a token file of llm.c (magic 20240520), which is uint16 after a header of 1,024 bytes",
-        rb"\x88\xd8\x34\x01.\x00\x00\x00",
-        "remove the header: tail -c +1025 OLD.bin > NEW.bin",
-    ),
-    Format(
-        "a token file of llm.c (magic 20240801), which is uint32 after a header of 1,024 bytes",
-        rb"\xa1\xd9\x34\x01.\x00\x00\x00",
-        "give its text as .txt or .jsonl, because a .bin holds uint16",
+        "a file of questions of llm.c (magic 20240522), which no model learns from",
+        rb"\x8a\xd8\x34\x01.\x00\x00\x00",
+        "give a token file of llm.c, or name the questions as .jsonl by --choices of jaxdist.evaluate",
     ),
     Format(
         "an index of Megatron (.idx), which holds no tokens",

@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data import magics
 from jaxdist.data.readers import holds_tokens, reader_of
+from jaxdist.data.readers.raw_tokens import RAW_TOKENS
 from jaxdist.data.readers.reader import reading
 from jaxdist.data.sources import Source, Sources
 from jaxdist.huggingface.tokenizer import folder_problem
@@ -65,9 +66,12 @@ def _pair_problems(config: DataConfig, held_out: tuple[Path, ...]) -> list[str]:
     problems = []
     reader = reader_of(config.path)
     if holds_tokens(config.path) and len(held_out) > 1:
+        # What has a header or an index cannot be joined by hand.
+        remedy = f"join them, such as cat {' '.join(map(str, held_out))} > all.bin"
+        if reader != RAW_TOKENS:
+            remedy = "name one of them"
         problems.append(
-            f"data.validation_path names {len(held_out)} files of tokens (.bin), of which training takes one; join "
-            f"them, such as cat {' '.join(map(str, held_out))} > all.bin"
+            f"data.validation_path names {len(held_out)} files of {reader.name}, of which training takes one; {remedy}"
         )
     foreign = any(_foreign("data", path) for path in (config.path, *held_out))
     for path in held_out:

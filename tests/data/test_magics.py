@@ -78,8 +78,7 @@ SAMPLES = {
     "safetensors": (safetensors.numpy.save({"a": IDS}), "a safetensors file"),
     "safetensors with metadata": (safetensors.numpy.save({"a": IDS}, {"b": "c"}), "a safetensors file"),
     "PDF": (b"%PDF-1.7\n%\xb5\xb5\xb5\xb5\n1 0 obj" + bytes(99), "a PDF document; export its text"),
-    "llm.c": (headered(20240520, 1, "<u2"), "llm.c (magic 20240520), which is uint16 after a header of 1,024 bytes"),
-    "llm.c, Llama 3": (headered(20240801, 7, "<u4"), "llm.c (magic 20240801), which is uint32"),
+    "questions of llm.c": (headered(20240522, 1, "<u2"), "a file of questions of llm.c (magic 20240522), which no"),
     "Megatron": (b"MMIDIDX\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x08" + bytes(99), "Megatron (.idx), which holds no"),
     "old Megatron": (b"TNTIDX\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00" + bytes(99), "Megatron (.idx)"),
 }

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxdist.data.readers.json_lines import JSON_LINES
+from jaxdist.data.readers.llm_c import LLM_C
 from jaxdist.data.readers.plain_text import PLAIN_TEXT
 from jaxdist.data.readers.raw_tokens import RAW_TOKENS
 from jaxdist.data.readers.reader import Reader, TokenReader, reading
 
 READERS: tuple[Reader, ...] = (
+    LLM_C,
     RAW_TOKENS,
     JSON_LINES,
     PLAIN_TEXT,
@@ -36,4 +38,10 @@ def reader_before(path: Path) -> Reader:
 
 def holds_tokens(path: Path | None) -> bool:
     """Return whether a file of data holds tokens, so that no tokenizer is needed to read it."""
-    return any(reader.takes(path) for reader in READERS if path and isinstance(reader, TokenReader))
+    if path is None:
+        return False
+    try:
+        return any(reader.takes(path) for reader in READERS if isinstance(reader, TokenReader))
+    except OSError:
+        # Why it cannot be read is said where it is opened.
+        return False
