@@ -168,6 +168,8 @@ class DataConfig(Section):
     """Fraction of path that is held out when there is no validation path."""
     dtype: IdType = "auto"
     """Type of the ids in a headerless .bin, little-endian; auto: uint32 if the content shows it, else uint16."""
+    pack: Literal["cut", "best-fit"] = "cut"
+    """How documents fill rows. cut: one stream, cut into rows; best-fit: only those longer than a row are cut."""
     augment: Literal["none", "crop", "crop-flip"] = "none"
     """Augmentation of training images. crop: shift by up to an eighth of the size; flip: mirror half of the time."""
     prefetch: Annotated[int, Field(ge=1, le=2**10)] = 2

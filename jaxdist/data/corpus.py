@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.config.values import IdType
+from jaxdist.data.packed_rows import StreamRows, open_packed
 from jaxdist.data.paths import open_sources
 from jaxdist.data.progress import Pass, Progress, unseen
 from jaxdist.data.readers.reader import Expected, TextReader, TokenFile, TokenReader, reading
@@ -38,14 +39,15 @@ EARLIER = 2
 class Corpus:
     """Rows to train on and rows that are held out."""
 
-    train: CutRows
-    validation: CutRows
+    train: StreamRows
+    validation: StreamRows
     tokenizer: str | None
     """Content of the tokenizer.json; None for a .bin without data.tokenizer."""
     special: SpecialTokens
     """The tokens that delimit its documents."""
     fingerprint: str
-    """Hexadecimal hash of the source's content, the tokenizer and the split. A resumed run must find the same one."""
+    """Hexadecimal hash of the source's content, the tokenizer and the split, and of how documents are packed unless
+    rows are cut. A resumed run must find the same one."""
     source: str
     """One line that describes the data to the user."""
     changed: bool = False
@@ -112,6 +114,8 @@ class _Request:
     def open(self) -> Corpus:
         """Return the tokens."""
         corpus = self._tokens() if isinstance(self.sources.training.reader, TokenReader) else self._text()
+        if self.config.pack == "best-fit":
+            corpus = self._packed(corpus)
         if self.earlier:
             return replace(corpus, source=f"{corpus.source} (as an earlier jaxdist read it, with which the run began)")
         before = self.as_before()
@@ -175,6 +179,26 @@ class _Request:
             fingerprint=digest(store.content, *identity(store.used), *(["once"] if note else [])),
             source="; ".join([", ".join(parts), *([note] if note else [])]),
             changed=note is not None,
+        )
+
+    def _packed(self, corpus: Corpus) -> Corpus:
+        """Return a corpus whose documents are packed into rows, instead of rows that are cut."""
+        special = corpus.special
+        if not special.delimits():
+            raise RequestError(
+                f"data.pack is best-fit, but no tokenizer says which token ends a document; give a data.tokenizer with "
+                f"one of {', '.join(ENDS)}, or set data.pack to cut"
+            )
+        train, validation = (
+            open_packed(rows.tokens, self.sequence, special, digest(corpus.fingerprint, part), self.progress)
+            for part, rows in (("train", corpus.train), ("validation", corpus.validation))
+        )
+        return replace(
+            corpus,
+            train=train,
+            validation=validation,
+            fingerprint=digest(corpus.fingerprint, self.config.pack),
+            source=f"{corpus.source}; {train.packed.describe(self.sequence)}",
         )
 
     def _key(self, content: str) -> str:
@@ -250,7 +274,7 @@ def _apart(corpus: Corpus) -> Corpus:
     return replace(corpus, train=train, validation=validation, source=f"{corpus.source}; documents apart")
 
 
-def _knowing_documents(rows: CutRows, special: SpecialTokens) -> CutRows:
+def _knowing_documents(rows: StreamRows, special: SpecialTokens) -> StreamRows:
     return replace(rows, tokens=replace(rows.tokens, begin=special.bos, end=special.eos))
 
 

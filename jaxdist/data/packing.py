@@ -66,6 +66,12 @@ def pieces(
     return np.repeat(starts, count) + before, np.minimum(np.repeat(lengths, count) - before, sequence)
 
 
+def cut_in_stream(lengths: Int[np.ndarray, " documents"], sequence: int) -> int:
+    """Return how many documents are cut where rows are cut every `sequence` tokens from one stream of them."""
+    stops = np.cumsum(lengths)
+    return int(((stops - lengths) // sequence != (stops - 1) // sequence).sum())
+
+
 def best_fit(lengths: Int[np.ndarray, " pieces"], sequence: int) -> tuple[Int[np.ndarray, " pieces"], int]:
     """Return (the row of each piece, the number of rows).
 

@@ -68,7 +68,7 @@ def open_cache(folder: Path, fill: Callable[[Path], dict[str, Any]], progress: P
         try:
             return check(folder, progress)
         except Damaged as error:
-            print(f"note: the token cache is damaged ({error}); the text is tokenized again", file=sys.stderr)
+            print(f"note: the token cache is damaged ({error}); what it held is made again", file=sys.stderr)
     return _publish(folder, fill)
 
 

@@ -378,6 +378,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "data.validation_path": ALWAYS,
     "data.validation_fraction": (fraction_held_out,),
     "data.dtype": (text,),
+    "data.pack": (text,),
     "data.augment": (images,),
     "data.prefetch": ALWAYS,
     "optimizer.name": ALWAYS,

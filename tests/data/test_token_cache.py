@@ -86,7 +86,7 @@ def test_what_is_damaged_is_named_and_made_again(made, cache, capfd, name, damag
     assert os.listdir(cache) == [folder.name]
     note = capfd.readouterr().err
     assert note.startswith(f"note: the token cache is damaged ('{folder / name}' ")
-    assert note.endswith("); the text is tokenized again\n")
+    assert note.endswith("); what it held is made again\n")
     assert note.count("\n") == 1
     assert open_(path=path, validation_fraction=0.25) == first
     assert capfd.readouterr() == ("", "")

@@ -12,8 +12,11 @@ import pytest
 from jaxdist import models
 from jaxdist.config import ModelConfig
 from jaxdist.data.batches import BatchLayout, token_batch
+from jaxdist.data.packed_rows import open_packed
+from jaxdist.data.progress import unseen
 from jaxdist.data.rows import CutRows
 from jaxdist.data.tokens import IGNORED, Tokens, TokenWriter
+from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.inputs import BlockInputs
@@ -127,20 +130,51 @@ def step_of(family: str, layout: Layout, dtype: str) -> tuple[Step, dict]:
     return Step(forward, optimizer=None), jax.tree.map(draw, model.abstract)
 
 
+def assert_same_step(family: str, layout: Layout, dtype: str, one: dict, other: dict) -> None:
+    """Both batches have the same loss and gradients, over as many labels."""
+    with jax.enable_x64(dtype == "float64"):
+        step, params = step_of(family, layout, dtype)
+        take = jax.jit(step.gradients)
+        loss, gradient, count, *_ = take(params, {}, one)
+        wanted, of_other, count_of_other, *_ = take(params, {}, other)
+        assert count == count_of_other
+        assert_near(loss, wanted, dtype)
+        for (path, a), b in zip(jax.tree.leaves_with_path(gradient), jax.tree.leaves(of_other), strict=True):
+            assert_near(a, b, dtype, jax.tree_util.keystr(path))
+
+
 @pytest.mark.parametrize(
     ("family", "dtype"),
     thinned([("gpt", "float64"), ("llama", "float32"), ("llama", "float64"), ("llama", "bfloat16")], 2),
 )
 def test_packed_rows_equal_runs_of_each_document(one_device, tokens, family, dtype):
-    with jax.enable_x64(dtype == "float64"):
-        step, params = step_of(family, one_device, dtype)
-        take = jax.jit(step.gradients)
-        batches = packed(tokens, one_device), by_themselves(tokens)
-        (loss, gradient, count, *_), (wanted, of_each, count_of_each, *_) = (take(params, {}, b) for b in batches)
-        assert count == count_of_each
-        assert_near(loss, wanted, dtype)
-        for (path, a), b in zip(jax.tree.leaves_with_path(gradient), jax.tree.leaves(of_each), strict=True):
-            assert_near(a, b, dtype, jax.tree_util.keystr(path))
+    assert_same_step(family, one_device, dtype, packed(tokens, one_device), by_themselves(tokens))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), thinned([("llama", "float64"), ("gpt", "float32"), ("llama", "float32")], 2)
+)
+def test_documents_packed_whole_have_the_loss_that_each_has_alone_in_a_row(
+    one_device, tokens, tmp_path, monkeypatch, family, dtype
+):
+    """`data.pack best-fit`: also with padding behind them."""
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path))
+    rows = open_packed(tokens, S, SpecialTokens(eos=END), "tokens", unseen)
+    ids = tokens.ids.astype(np.int32)
+    documents = np.split(ids, np.flatnonzero(ids == END) + 1)
+    documents = [document for document in documents if document.size]
+    assert max(document.size for document in documents) <= S
+    assert rows.count < len(documents)
+    assert rows.count * S > tokens.length
+    alone = {"tokens": np.full((len(documents), S), 7), "labels": np.full((len(documents), S), IGNORED)}
+    for i, document in enumerate(documents):
+        alone["tokens"][i, : document.size] = document
+        alone["labels"][i, : document.size - 1] = document[1:]
+    mesh = make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
+    whole = token_batch(rows, np.arange(rows.count), BatchLayout(1, mesh, one_device))
+    each = {name: jnp.asarray(a, jnp.int32)[None] for name, a in alone.items()}
+    assert np.count_nonzero(whole["labels"] != IGNORED) == tokens.length - len(documents)
+    assert_same_step(family, one_device, dtype, whole, each)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

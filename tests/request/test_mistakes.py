@@ -38,6 +38,9 @@ ONE_KNOB = {
     "documents of images": Wrong(
         "cnn_digits --model.documents apart", [("model.documents is apart, but model.family cnn does not use it",)]
     ),
+    "packing of images": Wrong(
+        "cnn_digits --data.pack best-fit", [("data.pack is best-fit, but model.family cnn does not use it",)]
+    ),
     "no crop of text": Wrong("--data.augment crop", [("data.augment is crop, but model.family gpt",)]),
     "split images": Wrong("cnn_digits --mesh 2x2x1", [("model=2, but model.family cnn has nothing", "to data")]),
     "no dropout": Wrong("--model.family resnet18 --model.dropout 0.1", [("resnet18, which has no dropout",)]),
@@ -160,6 +163,10 @@ COMBINATIONS = {
     "documents of nothing but tokens": Wrong(
         "--data.path no.bin --model.documents apart",
         [("'no.bin' does not exist",), ("nothing says which token of 'no.bin' ends a document", "data.tokenizer")],
+    ),
+    "packing of nothing but tokens": Wrong(
+        "--data.path no.bin --data.pack best-fit",
+        [("'no.bin' does not exist",), ("nothing says which token of 'no.bin' ends a document", "data.pack to cut")],
     ),
     "heads": Wrong("--model.heads 7", [("model.embed 128", "model.heads 7", "heads to 4 or 8", "embed to 126 or 133")]),
     "more heads than embed": Wrong(

@@ -44,6 +44,16 @@ def _documents(config: Config) -> Iterator[str]:
         )
 
 
+@check("model.family", "data.pack", "data.path", "data.tokenizer")
+def _packing(config: Config) -> Iterator[str]:
+    data = config.data
+    if not config.model.images and data.pack == "best-fit" and not data.tokenizer and holds_tokens(data.path):
+        yield (
+            f"data.pack is best-fit, but nothing says which token of '{data.path}' ends a document; give its "
+            "data.tokenizer, or set data.pack to cut"
+        )
+
+
 @check("model.family", "model.vocab", "data.path", "data.tokenizer")
 def _vocab(config: Config) -> Iterator[str]:
     if config.model.images:

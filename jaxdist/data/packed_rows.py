@@ -1,0 +1,197 @@
+"""Rows of whole documents: packed as a plan says, which is made once for the same tokens and kept in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxdist.data.number_file import NumberFile
+from jaxdist.data.packing import WINDOW, Plan, cut_in_stream, plan
+from jaxdist.data.progress import Pass, Progress, unseen
+from jaxdist.data.rows import CutRows, TokenRows, document_starts
+from jaxdist.data.token_cache import open_cache
+from jaxdist.data.tokens import CHUNK, IGNORED, Tokens
+from jaxdist.files import digest
+from jaxdist.files.caches import cache_folder
+from jaxdist.huggingface.special_tokens import SpecialTokens
+
+VERSION = 1
+"""Version of the plans in the cache; increase it when the same documents would be packed into other rows."""
+
+ROWS = "rows.bin"
+"""In a folder of the cache: the number of the first piece of each row, and at the end the number of all pieces."""
+
+PIECES = "pieces.bin"
+"""In a folder of the cache: each piece as start x (S + 1) + length, in the order of the rows."""
+
+PLANNED = 100 * WINDOW
+"""Documents that are planned at a time. Each window is packed by itself, so this changes no row."""
+
+
+class Packed(NamedTuple):
+    """What a plan holds; the facts of the cache."""
+
+    rows: int
+    tokens: int
+    """Tokens in these rows, without padding."""
+    documents: int
+    cut: int
+    """Documents that are cut, because they are longer than a row."""
+    cut_in_stream: int
+    """Documents that `CutRows` would cut."""
+
+    def describe(self, sequence: int) -> str:
+        """Return one line that describes the rows to the user."""
+        padding = 1 - self.tokens / max(1, self.rows * sequence)
+        return (
+            f"packed best-fit into {self.rows:,} rows, {100 * padding:.2f} % padding, {self.cut:,} of "
+            f"{self.documents:,} documents cut (with data.pack cut: {self.cut_in_stream:,})"
+        )
+
+
+@dataclass(frozen=True)
+class PackedRows(TokenRows):
+    """Rows of pieces of a stream of tokens, filled up with padding.
+
+    A piece is a document, or a part of one that is longer than a row. Each token is in one row.
+    """
+
+    tokens: Tokens
+    sequence: int
+    special: SpecialTokens
+    """The tokens that delimit the documents, whether they are apart or not."""
+    folder: Path
+    """Of the plan."""
+    packed: Packed
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return self.packed.rows
+
+    @property
+    def apart(self) -> bool:
+        """Whether documents are apart."""
+        return self.tokens.apart
+
+    def read(self, numbers: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        """Return the arrays of these rows.
+
+        The last token of a document has no label if documents are apart. Otherwise its label is the first token of the
+        next piece in the row. Where a document is cut, the last token of the piece has the label that follows in the
+        document. Padding has no label, and is a document of its own.
+        """
+        assert numbers.size == 0 or -1 <= numbers.min() <= numbers.max() < self.count, "row outside the plan"
+        shape = (numbers.size, self.sequence)
+        ids = np.zeros(shape, np.int32)
+        labels = np.full(shape, IGNORED, np.int32)
+        ends = np.zeros(shape, bool)
+        for row, number in enumerate(numbers.tolist()):
+            if number < 0:
+                continue
+            pieces, lengths, following = self._pieces_of(number)
+            lasts = np.cumsum(lengths) - 1
+            ids[row, : pieces.size] = pieces
+            labels[row, : pieces.size - 1] = pieces[1:]
+            if self.apart:
+                labels[row, lasts] = IGNORED
+            labels[row, lasts[-1]] = following
+            ends[row, lasts] = True
+        if not self.apart:
+            return {"tokens": ids, "labels": labels}
+        return {"tokens": ids, "labels": labels, "starts": document_starts(ends)}
+
+    def unigram_entropy(self) -> float:
+        """Return the entropy of all tokens."""
+        return self.tokens.unigram_entropy()
+
+    def _pieces_of(self, number: int) -> tuple[Int[np.ndarray, " n"], list[int], int]:
+        """Return the tokens of a row, the lengths of its pieces, and the label of the last token."""
+        first, after = self._firsts.read(number, number + 2).tolist()
+        pieces = [divmod(piece, self.sequence + 1) for piece in self._pieces.read(first, after).tolist()]
+        ids = np.concatenate([self.tokens.read(start, start + length) for start, length in pieces])
+        start, length = pieces[-1]
+        return ids, [length for _, length in pieces], self._label_after(start + length, int(ids[-1]))
+
+    def _label_after(self, stop: int, last: int) -> int:
+        """Return the token at `stop` if the document goes on there after its token `last`, otherwise `IGNORED`."""
+        if stop == self.tokens.length or last == self.special.eos:
+            return IGNORED
+        following = int(self.tokens.read(stop, stop + 1)[0])
+        return IGNORED if following == self.special.bos else following
+
+    @cached_property
+    def _firsts(self) -> NumberFile:
+        return NumberFile(self.folder / ROWS, "int64")
+
+    @cached_property
+    def _pieces(self) -> NumberFile:
+        return NumberFile(self.folder / PIECES, "int64")
+
+
+StreamRows = CutRows | PackedRows
+"""Rows of one stream of tokens."""
+
+
+def open_packed(tokens: Tokens, sequence: int, special: SpecialTokens, name: str, progress: Progress) -> PackedRows:
+    """Return the documents of `tokens` packed into rows. The plan is made at the first call, and later read.
+
+    `name` names the content of the tokens. `special` must delimit documents.
+    """
+    assert special.delimits(), "nothing ends a document"
+
+    def fill(new: Path) -> dict[str, int]:
+        lengths = document_lengths(tokens, special, progress)
+        packing = Pass(progress, "packing documents", tokens.length * _width(tokens))
+        rows = pieces = 0
+        with (new / ROWS).open("wb") as row_file, (new / PIECES).open("wb") as piece_file:
+            row_file.write(np.zeros(1, "<i8").data)
+            for start, some in _plans(lengths, sequence):
+                row_file.write((pieces + some.first[1:]).astype("<i8").data)
+                piece_file.write(((start + some.start) * (sequence + 1) + some.length).astype("<i8").data)
+                rows += some.rows
+                pieces += some.start.size
+                packing.read(int(some.length.sum()) * _width(tokens))
+        cut = int((lengths > sequence).sum())
+        return Packed(rows, tokens.length, lengths.size, cut, cut_in_stream(lengths, sequence))._asdict()
+
+    key = digest("packed rows", VERSION, name, tokens.length, special.bos, special.eos, sequence)
+    folder = cache_folder() / key
+    facts = open_cache(folder, fill, progress)
+    return PackedRows(tokens, sequence, special, folder, Packed(**facts))
+
+
+def _plans(lengths: Int[np.ndarray, " documents"], sequence: int) -> Iterator[tuple[int, Plan]]:
+    """Yield the plans of `PLANNED` documents at a time, each with where these start in the stream of tokens."""
+    start = 0
+    for first in range(0, lengths.size, PLANNED):
+        some = lengths[first : first + PLANNED]
+        yield start, plan(some, sequence)
+        start += int(some.sum())
+
+
+def document_lengths(
+    tokens: Tokens, special: SpecialTokens, progress: Progress = unseen
+) -> Int[np.ndarray, " documents"]:
+    """Return the number of tokens of each document, with its BOS and EOS. One pass over the tokens."""
+    finding = Pass(progress, "finding documents", tokens.length * _width(tokens))
+    borders = [np.zeros(1, np.int64)]
+    for start in range(0, tokens.length, CHUNK):
+        ids = tokens.read(start, min(start + CHUNK, tokens.length))
+        for token, behind in ((special.bos, 0), (special.eos, 1)):
+            if token is not None:
+                borders.append(start + np.flatnonzero(ids == token) + behind)
+        finding.read(ids.nbytes)
+    # The end of a document and the beginning of the next one are the same border.
+    return np.diff(np.unique(np.concatenate([*borders, [tokens.length]])))
+
+
+def _width(tokens: Tokens) -> int:
+    """Return the bytes of a token."""
+    return np.dtype(tokens.dtype).itemsize
