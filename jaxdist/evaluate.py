@@ -71,7 +71,7 @@ def check_files(request: Request) -> list[Question]:
     """
     # They import numpy, which --help does not need.
     from jaxdist.data.multiple_choice import read_questions
-    from jaxdist.data.paths import held_out_problems, paths_of
+    from jaxdist.data.paths import held_out_problems
 
     config = request.config
     choices = request.extras["choices"]
@@ -79,7 +79,7 @@ def check_files(request: Request) -> list[Question]:
         check_choices(request, choices)
         return read_questions(Path(choices))
     alone = [option(name) for name in ("choices_skip", "choices_apart") if request.extras[name]]
-    problems = [] if config.model.images else held_out_problems(paths_of(config.data.validation_path))
+    problems = [] if config.model.images else held_out_problems(config.data.validation_path)
     problems += stride_problems(config, request.extras["stride"])
     if alone:
         problems.append(f"{' and '.join(alone)} has an effect beside --choices only; add --choices, or leave it out")

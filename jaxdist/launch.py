@@ -194,7 +194,7 @@ def slurm_script(request: Request) -> Script:
     """Return the sbatch script of the request. Raises `RequestError` if it could not run. Writes nothing."""
     from jaxdist.cluster.slurm import Script, check_container, check_environment, check_partition, warning
     from jaxdist.cluster.slurm_values import node_counts, seconds
-    from jaxdist.data.paths import paths_of
+    from jaxdist.data.paths import places_of
     from jaxdist.training.checkpoint.step_dir import StepDir
     from jaxdist.training.entering import enter
     from jaxdist.training.run_dir import RunFolder
@@ -219,7 +219,7 @@ def slurm_script(request: Request) -> Script:
     # The script sets these two itself.
     options = {name: text for name, text in request.overrides.items() if name not in ("run_dir", "resume")}
     data = config.data
-    inputs = [data.path, *paths_of(data.validation_path), data.tokenizer, config.init_from]
+    inputs = [*places_of(data.path), *places_of(data.validation_path), data.tokenizer, config.init_from]
     inputs.append(Path(request.positional or ""))
     return Script(
         train=words(request.positional, options),

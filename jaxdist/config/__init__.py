@@ -158,12 +158,12 @@ class ParallelConfig(Section):
 class DataConfig(Section):
     """Source of the tokens or images, and the data loader."""
 
-    path: FilePath | None = None
-    """Text, .jsonl with "text", tokens (.bin); images: .npz or a folder; none: Python's library, or digits."""
+    path: FilePaths | None = None
+    """Text, JSON lines, tokens (.bin); also a folder, *.txt or a,b; images: .npz, a folder; none: Python's library."""
     tokenizer: FilePath | None = None
     """A tokenizer.json, or the folder of a tokenizer (Hugging Face), for its BOS too; none: train a byte-level BPE."""
     validation_path: FilePaths | None = None
-    """Validation data of the same kind, of text also several files as a,b; none: a fraction of path is held out."""
+    """Validation data of the same kind, named as in path; none: a fraction of path is held out."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of path that is held out when there is no validation path."""
     dtype: IdType = "auto"

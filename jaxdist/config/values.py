@@ -53,6 +53,14 @@ def _not_empty(path: object) -> object:
     return path
 
 
+def _paths_as_text(paths: object) -> object:
+    """Return paths as `Path` writes them, but an address as it is: of s3://a it would make s3:/a."""
+    text = os.fspath(paths) if isinstance(paths, os.PathLike) else paths
+    if isinstance(text, str) and _not_empty(text) and "://" not in text:
+        return str(Path(text))
+    return text
+
+
 PathOrText = TypeVar("PathOrText", str, Path)
 
 
@@ -63,8 +71,8 @@ def _valid_path(path: PathOrText) -> PathOrText:
     return path
 
 
-def _valid_paths(paths: Path) -> Path:
-    for path in str(paths).split(","):
+def _valid_paths(paths: str) -> str:
+    for path in paths.split(","):
         _valid_path(path)
     return paths
 
@@ -191,8 +199,8 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 IS_PATH = AfterValidator(_valid_path)
 FilePath = Annotated[Path, BeforeValidator(_not_empty), IS_PATH]
-FilePaths = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_valid_paths)]
-"""One path, or several with commas between them."""
+FilePaths = Annotated[str, BeforeValidator(_paths_as_text), AfterValidator(_valid_paths)]
+"""What names one file or several, as text: `data.paths` reads it. A `Path` is taken too."""
 FileName = Annotated[str, IS_PATH]
 """A path as text; empty means none."""
 Site = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]

@@ -17,7 +17,7 @@ from jaxdist.config.values import IdType
 from jaxdist.data.packed_rows import StreamRows, open_packed
 from jaxdist.data.paths import open_sources
 from jaxdist.data.progress import Pass, Progress, unseen
-from jaxdist.data.readers.reader import Expected, TextReader, TokenFile, TokenReader, reading
+from jaxdist.data.readers.reader import Expected, TokenFile, TokenReader, reading
 from jaxdist.data.rows import CutRows
 from jaxdist.data.sources import Source, Sources
 from jaxdist.data.token_store import open_store
@@ -113,7 +113,7 @@ class _Request:
 
     def open(self) -> Corpus:
         """Return the tokens."""
-        corpus = self._tokens() if isinstance(self.sources.training.reader, TokenReader) else self._text()
+        corpus = self._tokens() if self.sources.training.holds_tokens else self._text()
         if self.config.pack == "best-fit":
             corpus = self._packed(corpus)
         if self.earlier:
@@ -141,7 +141,7 @@ class _Request:
             tokenizer=self.given.text if self.given else None,
             special=self.given.special if self.given else SpecialTokens(),
             fingerprint=digest(content, *identity(self.given), *types(parts)),
-            source=f"{sources.root}{_form(files)}, {_sizes(train, validation)}",
+            source=f"{sources.name}{_form(files)}, {_sizes(train, validation)}",
         )
 
     def _text(self) -> Corpus:
@@ -163,10 +163,8 @@ class _Request:
             doubled=self.earlier,
         )
         note = None if self.earlier else store.note
-        reader = sources.training.reader
-        assert isinstance(reader, TextReader)
         parts = [
-            reader.describe(sources.root, store.facts["documents"]),
+            sources.training.describe(store.facts),
             _sizes(store.train, store.validation),
             self._describe_tokenizer(store.used),
         ]
@@ -229,12 +227,12 @@ def open_token_files(
     problems: list[str] = []
     opened = []
     for source in sources:
-        reader = source.reader
+        path, reader = source.files[0]
         assert isinstance(reader, TokenReader)
         checking = Pass(progress, "checking token ids", source.size)
         try:
-            with reading(source.root):
-                opened.append(reader.open(source.root, expected, checking.read))
+            with reading(path):
+                opened.append(reader.open(path, expected, checking.read))
         except RequestError as error:
             problems += error.problems
     if problems:

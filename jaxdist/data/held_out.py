@@ -20,7 +20,7 @@ from jaxdist.config import RequestError
 from jaxdist.config.values import IdType
 from jaxdist.data.corpus import VERSION, identity, open_token_files, types
 from jaxdist.data.progress import Progress, unseen
-from jaxdist.data.readers.reader import Document, OnRead, TokenReader
+from jaxdist.data.readers.reader import Document, OnRead
 from jaxdist.data.rows import labelled
 from jaxdist.data.sources import Source, Split
 from jaxdist.data.token_store import open_store
@@ -98,7 +98,7 @@ def open_held_out(
     Raises `RequestError` for a file without text, one that is not what its name says, and text without a tokenizer.
     """
     source = Source.of(path)
-    if isinstance(source.reader, TokenReader):
+    if source.holds_tokens:
         opened = _open_tokens(source, given, vocab, progress, dtype)
     else:
         opened = _open_text(source, given, vocab, apart, progress)
@@ -114,16 +114,17 @@ def _open_tokens(
     source: Source, given: GivenTokenizer | None, vocab: int, progress: Progress, dtype: IdType
 ) -> HeldOut:
     """Open tokens in place, whose first one nothing predicts."""
+    path = source.files[0].path
     (file,) = open_token_files([source], given, vocab, progress, dtype)
     content = source.digest()
     others = types([file.tokens])
     fingerprint = digest(content, *others) if others else content
-    return HeldOut(source.root, file.tokens, before=None, bytes=None, fingerprint=fingerprint)
+    return HeldOut(path, file.tokens, before=None, bytes=None, fingerprint=fingerprint)
 
 
 def _open_text(source: Source, given: GivenTokenizer | None, vocab: int, apart: bool, progress: Progress) -> HeldOut:
     """Open text from the cache, after filling it if it lacks this text and tokenizer."""
-    path = source.root
+    path = source.files[0].path
     if given is None:
         raise RequestError(f"'{path}' is text, and no tokenizer is there to read it with; give its --data.tokenizer")
     counted = _Counted(source, given, apart)

@@ -166,7 +166,7 @@ def _read_parts(config: DataConfig, size: int, progress: Progress) -> tuple[Labe
             f"data.validation_path is '{config.validation_path}' but data.path is not set; set data.path to images of "
             "the same kind, or leave out data.validation_path to hold out a part of the digits"
         )
-    paths = [path for path in (config.path, config.validation_path) if path]
+    paths = [Path(path) for path in (config.path, config.validation_path) if path]
     if len(paths) == 2 and all(path.exists() for path in paths) and os.path.samefile(*paths):
         problems.append(
             f"data.path and data.validation_path are the same, '{config.path}'; leave out data.validation_path to hold "

@@ -1,60 +1,127 @@
-"""The files that a request names as data: which they are, and why one of them cannot be read."""
+"""The data that a request names: its sources, and why one of its files cannot be read."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxdist.config import DataConfig, RequestError
+from jaxdist.config import DataConfig, RequestError, listed
 from jaxdist.data import magics
+from jaxdist.data.addresses import elsewhere
+from jaxdist.data.named_files import LISTS, NamedFiles, named_by, parts
 from jaxdist.data.readers import holds_tokens, reader_of
 from jaxdist.data.readers.raw_tokens import RAW_TOKENS
 from jaxdist.data.readers.reader import reading
 from jaxdist.data.sources import Source, Sources
 from jaxdist.huggingface.tokenizer import folder_problem
 
-ONE_FILE = "one file is read, so join the texts first, in one .txt or in one .jsonl with a line for each text"
+QUOTES = "[]'\" "
 
 
 def open_sources(config: DataConfig) -> Sources:
     """Return the data that `config` names.
 
-    Reads only the first bytes of a file. Raises `RequestError` with every path that does not exist, is not a file, is
-    empty, or is of the wrong kind or format.
+    Reads only the first bytes of a file, and lists of files. Raises `RequestError` with every path that does not exist,
+    is not a file, is empty, or is of the wrong kind or format.
     """
-    problems = [_file_problem("data.path", config.path), _tokenizer_problem(config.tokenizer)]
-    if config.path:
-        problems.append(_foreign("data.path", config.path))
-    held_out = paths_of(config.validation_path)
-    found = [problem for problem in problems if problem]
-    found += held_out_problems(held_out)
-    found += _pair_problems(config, held_out)
-    source = Source.of(*([config.path] if config.path else []))
-    if not source.files:
-        found.append(f"'{source.root}' holds no source files of Python's library; set data.path to a text file")
+    training = _named("data.path", config.path)
+    held_out = _named("data.validation_path", config.validation_path)
+    found = _problems("data.path", config.path, training)
+    tokenizer = _tokenizer_problem(config.tokenizer)
+    if tokenizer:
+        found.append(tokenizer)
+    found += _problems("data.validation_path", config.validation_path, held_out)
+    found += _together("data.path", config.path, training.files)
+    found += _together("data.validation_path", config.validation_path, held_out.files)
+    found += _pair_problems(config, training.files, held_out.files)
     if found:
         raise RequestError(*found)
-    return Sources(source, Source.of(*held_out) if held_out else None, config.validation_fraction)
+    source = _source(config.path, training) or Source.library()
+    if not source.files:
+        raise RequestError(f"'{source.name}' holds no source files of Python's library; set data.path to a text file")
+    return Sources(source, _source(config.validation_path, held_out), config.validation_fraction)
 
 
-def paths_of(path: Path | None) -> tuple[Path, ...]:
-    """Return the files that data.validation_path names: one, or several with commas between them; none for None."""
-    if path is None:
-        return ()
-    if "," not in str(path) or path.exists():
-        return (path,)
-    return tuple(Path(name.strip()) for name in str(path).split(",") if name.strip())
+def paths_of(text: str | None) -> tuple[Path, ...]:
+    """Return the files that data.path or data.validation_path names; none for None."""
+    return named_by(text).files
 
 
-def held_out_problems(paths: Iterable[Path]) -> list[str]:
-    """Return a sentence for each of these files of data.validation_path that cannot be read, by itself."""
-    problems = []
-    for path in paths:
-        problems += [_file_problem("data.validation_path", path), _foreign("data.validation_path", path)]
-    return [problem for problem in problems if problem]
+def places_of(text: str | None) -> tuple[Path, ...]:
+    """Return the files, and the folders instead of their files, that such a text names: what a job has to see."""
+    places: list[Path] = []
+    for part in parts(text):
+        places.append(Path(part))
+        if not os.path.isdir(part):
+            places += paths_of(part)
+    return tuple(dict.fromkeys(path for path in places if path.exists()))
 
 
-def _pair_problems(config: DataConfig, held_out: tuple[Path, ...]) -> list[str]:
+def held_out_problems(text: str | None) -> list[str]:
+    """Return a sentence for each file of data.validation_path that cannot be read, by itself."""
+    return _problems("data.validation_path", text, _named("data.validation_path", text))
+
+
+def _named(knob: str, text: str | None) -> NamedFiles:
+    try:
+        return named_by(text)
+    except OSError as error:
+        raise RequestError(f"{knob} '{text}' cannot be read ({error}); make it readable") from error
+
+
+def _source(text: str | None, named: NamedFiles) -> Source | None:
+    return Source.of(*named.files, name=text, left_out=named.others) if named.files else None
+
+
+def _problems(knob: str, text: str | None, named: NamedFiles) -> list[str]:
+    """Return a sentence for each reason why the files of a knob cannot be read."""
+    if text is None:
+        return []
+    if not named.files:
+        return [f"{knob} '{text}' {_without_files(text, named)}"]
+    wrong = [problem for path in named.files if (problem := _file_problem(knob, path) or _foreign(knob, path))]
+    return list(listed(iter(wrong), len(wrong), f"such files of {knob}"))
+
+
+def _together(knob: str, text: str | None, files: tuple[Path, ...]) -> list[str]:
+    """Return a sentence for each reason why these files of a knob cannot be read as one source."""
+    if len(files) < 2:
+        return []
+    found = []
+    twice, count = Counter(map(os.path.realpath, files)).most_common(1)[0]
+    if count > 1:
+        found.append(f"{knob} '{text}' names the file '{twice}' {count} times; name it once")
+    tokens = [path for path in files if holds_tokens(path)]
+    if len(tokens) == len(files):
+        # What has a header or an index cannot be joined by hand.
+        remedy = "name one of them"
+        reader = reader_of(tokens[0])
+        if reader == RAW_TOKENS:
+            remedy = f"join them, such as cat {' '.join(map(str, tokens))} > all.bin"
+        found.append(f"{knob} names {len(tokens)} files of {reader.name}, of which training takes one; {remedy}")
+    elif tokens:
+        other = next(path for path in files if path not in tokens)
+        found.append(f"{knob} '{text}' names tokens, '{tokens[0]}', and text, '{other}'; give files of one kind")
+    return found
+
+
+def _without_files(text: str, named: NamedFiles) -> str:
+    """Return what is wrong with a text that names no file."""
+    other = elsewhere(text)
+    if other:
+        return other
+    if text.startswith(LISTS):
+        return f"is a list in brackets; write {','.join(name.strip(QUOTES) for name in text.split(','))}"
+    if named.left_out:
+        return f"names only files that are empty ({named.others}); give files with content"
+    if os.path.isdir(text):
+        return "is a folder without files; give one with texts in it"
+    return "is a pattern that no file has; give the path of a file"
+
+
+def _pair_problems(config: DataConfig, training: tuple[Path, ...], held_out: tuple[Path, ...]) -> list[str]:
     """Return a sentence for each reason why the training and the validation data do not belong together."""
     if not held_out:
         return []
@@ -63,62 +130,44 @@ def _pair_problems(config: DataConfig, held_out: tuple[Path, ...]) -> list[str]:
             f"data.validation_path is '{config.validation_path}' but data.path is not set; set data.path to data of "
             "the same kind, or leave out data.validation_path to hold out a part of Python's own library"
         ]
+    # A foreign format is reported instead, because a name such as a.txt.lz4 does not show the kind.
+    if not training or any(_foreign("data", path) for path in (training[0], *held_out)):
+        return []
     problems = []
-    reader = reader_of(config.path)
-    if holds_tokens(config.path) and len(held_out) > 1:
-        # What has a header or an index cannot be joined by hand.
-        remedy = f"join them, such as cat {' '.join(map(str, held_out))} > all.bin"
-        if reader != RAW_TOKENS:
-            remedy = "name one of them"
-        problems.append(
-            f"data.validation_path names {len(held_out)} files of {reader.name}, of which training takes one; {remedy}"
-        )
-    foreign = any(_foreign("data", path) for path in (config.path, *held_out))
     for path in held_out:
-        # A foreign format is reported instead, because a name such as a.txt.gz does not show the kind.
-        if reader_of(path) != reader and not foreign:
+        if holds_tokens(path) != holds_tokens(training[0]):
             problems.append(
-                f"data.path '{config.path}' is {reader.name} but data.validation_path '{path}' is "
-                f"{reader_of(path).name}; give files of one kind"
+                f"data.path '{config.path}' is {reader_of(training[0]).name} but data.validation_path '{path}' is "
+                f"{reader_of(path).name}; give both as text, or both as tokens"
             )
-        elif config.path.is_file() and path.is_file() and config.path.samefile(path):
+    both = _real(training) & _real(held_out)
+    for path in held_out:
+        if os.path.realpath(path) in both:
             problems.append(
-                f"data.path and data.validation_path are the same file, '{config.path}'; leave out "
-                "data.validation_path to hold out a part of it"
+                f"data.path and data.validation_path are the same file, '{path}'; leave out data.validation_path to "
+                "hold out a part of it"
             )
-    return problems
+    return list(listed(iter(problems), len(problems), "such files of data.validation_path"))
+
+
+def _real(paths: Iterable[Path]) -> set[str]:
+    return {os.path.realpath(path) for path in paths if path.is_file()}
 
 
 def _tokenizer_problem(path: Path | None) -> str | None:
     if path and path.is_dir():
         return folder_problem(path)
-    return _file_problem("data.tokenizer", path)
+    return _file_problem("data.tokenizer", path) if path else None
 
 
-def _file_problem(knob: str, path: Path | None) -> str | None:
-    if path is None:
-        return None
+def _file_problem(knob: str, path: Path) -> str | None:
     if not path.exists():
-        return f"{knob} '{path}' {_absent(path)}"
-    if path.is_dir():
-        return f"{knob} '{path}' is a folder; {ONE_FILE}, such as cat {path}/*.txt > all.txt"
+        return f"{knob} '{path}' {elsewhere(str(path)) or 'does not exist; give the path of a file'}"
     if not path.is_file():
         return f"{knob} '{path}' is not a regular file, and it is read more than once; copy it into one"
     if path.stat().st_size == 0:
         return f"{knob} '{path}' is empty; give a file with content"
     return None
-
-
-def _absent(path: Path) -> str:
-    """Return what is wrong with a path where no file is, and what to do; users often name several files."""
-    names = [name.strip(" '\"") for name in str(path).strip("[]").split(",")]
-    if len(names) > 1 and all(Path(name).exists() for name in names):
-        return (
-            f"is a list of {len(names)} files; {ONE_FILE}, such as cat {' '.join(names)} > all{Path(names[0]).suffix}"
-        )
-    if any(sign in path.name for sign in "*?[") and any(path.parent.glob(path.name)):
-        return f"is a pattern of names; {ONE_FILE}, such as cat {path} > all{path.suffix}"
-    return "does not exist; give the path of a file"
 
 
 def _foreign(knob: str, path: Path) -> str | None:

@@ -1,17 +1,18 @@
-"""The data of a request: files that a reader reads as one stream of documents, and which of these are held out."""
+"""The data of a request: files that are read as one stream of documents, and which of these are held out."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxdist.data.readers import reader_before, reader_of
-from jaxdist.data.readers.python_library import PYTHON_LIBRARY, library_folder
-from jaxdist.data.readers.reader import Document, OnRead, OpenFile, Reader, TextReader, reading, unseen
+from jaxdist.data.readers.python_library import PYTHON_LIBRARY, library_files, library_folder
+from jaxdist.data.readers.reader import Document, OnRead, OpenFile, Reader, TextReader, TokenReader, reading, unseen
 from jaxdist.files import blocks, digest
 
 BLOCK_BYTES = 64 << 10
@@ -27,55 +28,93 @@ Split = Iterator[tuple[bool, Document]]
 """Documents, each with whether it is held out."""
 
 
+class DataFile(NamedTuple):
+    """A file of data."""
+
+    path: Path
+    reader: Reader
+
+
 @dataclass(frozen=True)
 class Source:
-    """Files of one form that are read in order."""
+    """Files that are read in order: of text in any forms, or one file of tokens."""
 
-    reader: Reader
-    root: Path
-    """The first of the files, or the folder that they lie in."""
-    files: tuple[Path, ...]
+    name: str
+    """What the request calls them."""
+    files: tuple[DataFile, ...]
+    left_out: str = ""
+    """Which other files lie beside them, in words; empty for none."""
+    folder: Path | None = None
+    """Of Python's own library, the folder below which the names of its files count."""
 
     @classmethod
-    def of(cls, *paths: Path) -> Source:
-        """Return the source that reads these paths, of one form, in order; Python's own library if there are none."""
-        reader: Reader = PYTHON_LIBRARY
-        if paths:
-            reader = reader_of(paths[0])
-        else:
-            paths = (library_folder(),)
-        return cls(reader, paths[0], tuple(file for path in paths for file in reader.files(path)))
+    def of(cls, *paths: Path, name: str | None = None, left_out: str = "") -> Source:
+        """Return the source that reads these files in order. By default it is called by the first one."""
+        files = tuple(DataFile(path, reader_of(path)) for path in paths)
+        return cls(name or str(paths[0]), files, left_out)
+
+    @classmethod
+    def library(cls) -> Source:
+        """Return Python's own library."""
+        folder = library_folder()
+        files = tuple(DataFile(path, PYTHON_LIBRARY) for path in library_files(folder))
+        return cls(str(folder), files, folder=folder)
 
     def as_before(self) -> Source:
         """Return the source as earlier versions read it."""
-        if self.reader == PYTHON_LIBRARY:
+        if self.folder:
             return self
-        return replace(self, reader=reader_before(self.root))
+        paths = [file.path for file in self.files]
+        # A list of files was read as a text.
+        if Path(self.name).is_file() and Path(self.name) not in paths:
+            paths = [Path(self.name)]
+        return replace(self, files=tuple(DataFile(path, reader_before(path)) for path in paths))
+
+    @property
+    def holds_tokens(self) -> bool:
+        """Whether it is a file of tokens, which are used in place."""
+        return isinstance(self.files[0].reader, TokenReader)
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        return sum(path.stat().st_size for path in self.files)
+        return sum(file.path.stat().st_size for file in self.files)
+
+    def describe(self, facts: Mapping[str, int]) -> str:
+        """Return what the summary calls the data, from the facts of the cache that holds their tokens."""
+        reader = self.files[0].reader
+        if len(self.files) == 1 or self.folder:
+            assert isinstance(reader, TextReader)
+            words = reader.describe(Path(self.name), facts["documents"])
+        else:
+            words = f"{self.name}, {len(self.files):,} files, {facts['ended']:,} documents"
+        return f"{words} ({self.left_out} left out)" if self.left_out else words
 
     def stamp(self) -> list[tuple[int, int]]:
         """Return the size and the time of modification of each file.
 
         If they differ before and after reading, the text that was read is a mixture of two versions.
         """
-        with reading(self.root):
-            states = [os.stat(path) for path in self.files]
+        states = []
+        for file in self.files:
+            with reading(file.path):
+                states.append(os.stat(file.path))
         return [(state.st_size, state.st_mtime_ns) for state in states]
 
     def digest(self, on_read: OnRead = unseen) -> str:
-        """Return the SHA-256 (hex) of the form, the names of the files of a folder, and the content.
+        """Return the SHA-256 (hex) of the forms and the content of the files, and of the names in Python's library.
 
-        One pass over the bytes; `on_read` is called with the numbers of bytes as they are read.
+        One pass over the bytes; `on_read` is called with the numbers of bytes as they are read. The same files give
+        the same digest, whether a folder, a pattern or a list names them.
         """
-        total = hashlib.sha256(self.reader.key.encode())
-        in_folder = self.root not in self.files
-        for path in self.files:
-            if in_folder:
-                total.update(b"\0" + path.relative_to(self.root).as_posix().encode())
+        total = hashlib.sha256()
+        before = ""
+        for path, reader in self.files:
+            if reader.key != before:
+                total.update(reader.key.encode())
+                before = reader.key
+            if self.folder:
+                total.update(b"\0" + path.relative_to(self.folder).as_posix().encode())
             with reading(path), path.open("rb") as file:
                 total.update(_sha256(file, on_read))
         return total.hexdigest()
@@ -86,15 +125,15 @@ class Source:
         `fraction` is the part that will be held out; `on_read` is called with the numbers of bytes as they are read.
         Raises `RequestError` naming the line or byte of an error.
         """
-        assert isinstance(self.reader, TextReader), f"{self.reader.name} have no documents"
         size = BLOCK_BYTES
         if fraction:
             # A small file is cut into smaller blocks, so that HELD_OUT_BLOCKS of them can be held out.
             held_out = int(self.size * fraction / HELD_OUT_BLOCKS)
             size = min(BLOCK_BYTES, max(SMALLEST_BLOCK_BYTES, held_out))
-        for path in self.files:
+        for path, reader in self.files:
+            assert isinstance(reader, TextReader), f"{reader.name} have no documents"
             with reading(path), path.open("rb") as file:
-                yield from self.reader.documents(OpenFile(file, path, on_read, size))
+                yield from reader.documents(OpenFile(file, path, on_read, size))
 
 
 @dataclass(frozen=True)
@@ -118,9 +157,9 @@ class Sources:
         return replace(self, training=self.training.as_before(), held_out=held_out)
 
     @property
-    def root(self) -> Path:
-        """Where the data to train on are."""
-        return self.training.root
+    def name(self) -> str:
+        """What the request calls the data to train on."""
+        return self.training.name
 
     @property
     def size(self) -> int:

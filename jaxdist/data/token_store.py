@@ -75,7 +75,7 @@ def open_store(
         encoding = Pass(progress, "tokenizing", text.size)
         written = write_parts(new, given or _kept(new), split(encoding.read), dtype, encoding, done, doubled)
         if text.stamp() != stamp:
-            raise RequestError(f"'{text.root}' changed while it was read; start again when it is complete")
+            raise RequestError(f"'{text.name}' changed while it was read; start again when it is complete")
         return {**written._asdict(), **counted()}
 
     folder = cache_folder() / key(content)

@@ -56,6 +56,8 @@ class Written(NamedTuple):
     documents: int
     own: int
     """Documents that begin with BOS, or end with EOS, as text: it stands there once."""
+    ended: int
+    """Documents that end: fewer than `documents`, if these are blocks of a text."""
 
 
 def train_tokenizer(documents: Split, size: int, vocab: int) -> str:
@@ -131,6 +133,7 @@ def write_parts(
     special = used.special
     before = done["documents"] if done else 0
     own = done["own"] if done else 0
+    ended = done["ended"] if done else 0
     count = before
     saved = time.monotonic()
     tokenizer_checksum = list(checksum(folder / TOKENIZER))
@@ -143,16 +146,17 @@ def write_parts(
             for (held_out, document), found in zip(batch, encoded, strict=True):
                 ids = found.ids
                 own += special.has_own(ids, document.begins, document.ends)
+                ended += document.ends
                 ids = special.around(ids, document.begins, document.ends, doubled)
                 writer = validation if held_out else train
                 writer.write(np.array(ids, np.int64))
             count += len(batch)
             if time.monotonic() - saved >= SAVE_SECONDS:
                 files = {PARTS[0]: train.written(), PARTS[1]: validation.written(), TOKENIZER: tokenizer_checksum}
-                write_whole(folder / PROGRESS, json.dumps({**Written(count, own)._asdict(), "files": files}))
+                write_whole(folder / PROGRESS, json.dumps({**Written(count, own, ended)._asdict(), "files": files}))
                 saved = time.monotonic()
     (folder / PROGRESS).unlink(missing_ok=True)
-    return Written(count, own)
+    return Written(count, own, ended)
 
 
 def _batches(documents: Split) -> Iterator[list[tuple[bool, Document]]]:

@@ -166,13 +166,17 @@ def kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "|".join(str(choice) for choice in get_args(annotation))
     # The type of a path may be annotated, optional, or both.
-    if any(Path in (part, *get_args(part)) for part in (annotation, *get_args(annotation))):
+    if _names_files(annotation) or any(Path in (part, *get_args(part)) for part in (annotation, *get_args(annotation))):
         return "path"
     if annotation is bool:
         return "true|false"
     if annotation is str:
         return "text"
     return getattr(annotation, "__name__", "value")
+
+
+def _names_files(annotation: Any) -> bool:
+    return FilePaths in (annotation, *get_args(annotation))
 
 
 def shown(value: object) -> str:
@@ -202,9 +206,9 @@ def sentence(name: str, value: object, error: ErrorDetails, annotation: Any) -> 
         return f"{name} is {shown(value)}: valid are {', '.join(choices)}{hint}"
     # A list is what users try first with several texts.
     if isinstance(value, list) and kind(annotation) == "path":
-        if FilePaths in get_args(annotation):
+        if _names_files(annotation):
             return f'{name} is {shown(value)}: must be one text; write paths with commas between them, "a,b"'
-        return f"{name} is {shown(value)}: must be one path, in quotes; join several texts into one file"
+        return f"{name} is {shown(value)}: must be one path, in quotes"
     if rule in RULES:
         bounds = {key: f"{bound:g}" if isinstance(bound, float) else bound for key, bound in context.items()}
         reason = RULES[rule].format(**bounds)

@@ -95,7 +95,7 @@ def test_what_is_damaged_is_named_and_made_again(made, cache, capfd, name, damag
 def test_every_flipped_byte_is_found(made):
     folder = made[1].train.tokens.path.parent
     facts = check(folder)
-    assert facts == {"documents": 20, "own": 0}
+    assert facts == {"documents": 20, "own": 0, "ended": 20}
     for name in FILES:
         content = (folder / name).read_bytes()
         places = range(len(content)) if name == ABOUT else range(0, len(content), len(content) // 30 + 1)

@@ -14,9 +14,18 @@ GOOD = lines("some text that is long enough for several rows " * 9, "more of it 
 BAD = [
     # files of the request, its knobs, and what the sentence has to say
     ({}, {"path": "a.txt"}, ["data.path", "a.txt' does not exist"]),
-    ({}, {"path": "."}, ["data.path", "is a folder", "join the texts first", "/*.txt > all.txt"]),
-    ({"a.txt": POEM, "b.txt": POEM}, {"path": "*.txt"}, ["is a pattern of names", "*.txt > all.txt"]),
-    ({"a.txt": POEM}, {"path": "*.md"}, ["*.md' does not exist"]),
+    ({}, {"path": "."}, ["data.path '.' is a folder without files"]),
+    ({"a.txt": ""}, {"path": "."}, ["data.path '.' names only files that are empty (1 .txt)"]),
+    ({"a.txt": POEM}, {"path": "*.md"}, ["data.path '*.md' is a pattern that no file has"]),
+    ({"a.txt": POEM, "b.bin": ids(1)}, {"path": "."}, ["names tokens, 'b.bin', and text, 'a.txt'; give files of one"]),
+    ({"a.txt": POEM}, {"path": "a.txt,./a.txt"}, ["names the file '", "a.txt' 2 times; name it once"]),
+    ({"a.txt": POEM}, {"path": "a.txt,no.txt"}, ["data.path 'no.txt' does not exist"]),
+    ({"a.txt": POEM}, {"path": "['a.txt', 'b.txt']"}, ["is a list in brackets; write a.txt,b.txt"]),
+    (
+        {f"{name}.txt": "PAR1\x15\x04 and so on" for name in "abcdefghijklmnopqrstuvwxyz"},
+        {"path": "."},
+        ["data.path 'a.txt' is a Parquet file", "more such files of data.path; correct these first"],
+    ),
     ({}, {"path": "/dev/null"}, ["not a regular file"]),
     ({"a.txt": ""}, {"path": "a.txt"}, ["is empty"]),
     ({"a.bin": b""}, {"path": "a.bin"}, ["is empty"]),
@@ -73,9 +82,9 @@ BAD = [
     ),
     ({"a.bin": ids(*range(99)), "t.json": None}, {"path": "a.bin", "tokenizer": "t.json", "vocab": 299}, ["up to 299"]),
     (
-        {"a.txt": POEM, "b.jsonl": GOOD},
-        {"path": "a.txt", "validation_path": "b.jsonl"},
-        ["is plain text", "is JSON lines", "one kind"],
+        {"a.txt": POEM, "b.bin": ids(*range(99))},
+        {"path": "a.txt", "validation_path": "b.bin"},
+        ["'a.txt' is plain text but data.validation_path 'b.bin' is tokens (.bin)", "both as text, or both as tokens"],
     ),
     ({"a.bin": ids(*range(99)) * 9}, {"path": "a.bin", "apart": True}, ["no tokenizer says which token", "joined"]),
     (
@@ -92,9 +101,9 @@ BAD = [
         ["data.validation_path 'no.txt' does not exist"],
     ),
     (
-        {"a.txt": POEM, "b.txt": POEM, "c.jsonl": GOOD},
-        {"path": "a.txt", "validation_path": "b.txt,c.jsonl"},
-        ["'a.txt' is plain text but data.validation_path 'c.jsonl' is JSON lines; give files of one kind"],
+        {"a.txt": POEM, "b.txt": POEM, "c.bin": ids(*range(99))},
+        {"path": "a.txt", "validation_path": "b.txt,c.bin"},
+        ["data.validation_path 'b.txt,c.bin' names tokens, 'c.bin', and text, 'b.txt'; give files of one kind"],
     ),
     (
         {"a.txt": POEM, "b.txt": POEM},
@@ -114,16 +123,30 @@ BAD = [
 ]
 
 
-def test_a_list_of_files_is_to_be_joined(write, tmp_path, monkeypatch):
-    """As a shell's habit, or a list's, is to write it; a name with a comma in it that is no list does not exist."""
-    write("a.jsonl", GOOD)
-    write("b.jsonl", GOOD)
+ELSEWHERE = {
+    "s3://bucket/web/a.jsonl": "is an address, and only files on disk are read; copy it to disk: "
+    "aws s3 cp s3://bucket/web/a.jsonl .",
+    "s3://bucket/web/*.jsonl": "copy it to disk: aws s3 cp --recursive s3://bucket/web web",
+    "gs://bucket/web/": "copy it to disk: gcloud storage cp --recursive gs://bucket/web .",
+    "https://example.org/a.txt": "copy it to disk: curl -L -O https://example.org/a.txt",
+    "hf://datasets/roneneldan/TinyStories/data": "hf download --repo-type dataset roneneldan/TinyStories --local-dir",
+    "az://container/a.txt": "only files on disk are read; copy it to disk",
+    "roneneldan/TinyStories": "load_dataset('roneneldan/TinyStories', split='train').to_json('TinyStories.jsonl')",
+    "Qwen/Some.5": "if it names a data set of the hub",
+    "texts/a.txt": "does not exist; give the path of a file",
+}
+
+
+@pytest.mark.parametrize("knob", ["path", "validation_path"])
+@pytest.mark.parametrize(("text", "sentence"), ELSEWHERE.items(), ids=list(ELSEWHERE))
+def test_data_that_are_elsewhere_are_named_as_they_were_written(write, tmp_path, monkeypatch, text, sentence, knob):
     monkeypatch.chdir(tmp_path)
-    for path in ("a.jsonl,b.jsonl", "['a.jsonl', 'b.jsonl']"):
-        with pytest.raises(RequestError, match=r"is a list of 2 files; .* such as cat a.jsonl b.jsonl > all.jsonl$"):
-            open_(path=path)
-    with pytest.raises(RequestError, match=r"'a.jsonl,c.jsonl' does not exist"):
-        open_(path="a.jsonl,c.jsonl")
+    write("a.txt", POEM)
+    with pytest.raises(RequestError) as raised:
+        open_(**{"path": "a.txt", knob: text})
+    assert len(raised.value.problems) == 1
+    assert f"data.{knob} '{text}' " in str(raised.value)
+    assert sentence in str(raised.value)
 
 
 @pytest.mark.parametrize(("files", "knobs", "sentences"), BAD, ids=[" ".join(case[2])[:50] for case in BAD])

@@ -153,7 +153,8 @@ FILES = {
     "several validation files": Wrong(
         "FILE", [("data.validation_path", "one text", '"a,b"')], 'data.validation_path = ["a", "b"]'
     ),
-    "several files": Wrong("FILE", [("data.path", "one path", "join several texts")], 'data.path = ["a", "b"]'),
+    "several files": Wrong("FILE", [("data.path", "one text", '"a,b"')], 'data.path = ["a", "b"]'),
+    "several tokenizers": Wrong("FILE", [("data.tokenizer", "must be one path, in quotes")], 'data.tokenizer = ["a"]'),
     "number for a path": Wrong("FILE", [("data.path is 3: must be text, in quotes",)], "data.path = 3"),
     "list for a mesh": Wrong("FILE", [("mesh is [2, 1, 1]: must be text",)], "mesh = [2, 1, 1]"),
     "wrong though overridden": Wrong("FILE --train.steps 20", [("train.steps is -1",)], "train.steps = -1"),
@@ -210,7 +211,7 @@ COMBINATIONS = {
     "no data": Wrong(
         "--data.path no.txt --data.tokenizer no.json", [("data.path 'no.txt'",), ("tokenizer 'no.json'",)]
     ),
-    "data is a folder": Wrong("--data.path .", [("data.path '.' is a folder",)]),
+    "data is a folder": Wrong("--data.path .", [("data.path '.' is a folder without files",)]),
     "validation alone": Wrong("--data.validation-path FILE", [("validation_path", "data.path is not set")], "x"),
     "unused fraction": Wrong(
         "--data.path my.toml --data.validation-path a.txt --data.validation-fraction 0.5",

@@ -267,7 +267,7 @@ def test_round_trip_of_files(write, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     write("text", "a.txt"), write("text", "b\\c.txt")
     config = load(None, {"data.path": "a.txt", "data.validation_path": "b\\c.txt"})
-    assert config.data == DataConfig(path=Path("a.txt"), validation_path=Path("b\\c.txt"))
+    assert config.data == DataConfig(path="a.txt", validation_path="b\\c.txt")
     assert load(write(to_toml(config)), {}) == config
 
 

@@ -18,7 +18,7 @@ def library_folder() -> Path:
     return Path(os.__file__).parent
 
 
-def _files(root: Path) -> tuple[Path, ...]:
+def library_files(root: Path) -> tuple[Path, ...]:
     """Return the source files below a folder, without tests, in the order of their names."""
     return tuple(sorted(_found(root), key=lambda file: file.relative_to(root).as_posix()))
 
@@ -55,7 +55,6 @@ PYTHON_LIBRARY = TextReader(
     name="Python's own library",
     takes=_none,
     documents=_whole_file,
-    files=_files,
     describe=_describe,
 )
 """It takes no file that a path names."""

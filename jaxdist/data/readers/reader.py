@@ -53,11 +53,6 @@ class OpenFile(NamedTuple):
     """Bytes of the pieces into which a reader cuts a text that does not say where its documents end."""
 
 
-def the_file(path: Path) -> tuple[Path, ...]:
-    """Return the one file of a path that is no folder."""
-    return (path,)
-
-
 def count_documents(root: Path, documents: int) -> str:
     """Describe data by the number of their documents."""
     return f"{root}, {documents} documents"
@@ -76,8 +71,6 @@ class Reader:
 
     Raises `OSError`.
     """
-    files: Callable[[Path], tuple[Path, ...]] = the_file
-    """Returns the files to read at a path that it takes, in order: several where that is a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ def data_set() -> Iterator[DataConfig]:
         yield DataConfig(path=paths[0], validation_path=paths[1])
 
 
-def windows(path: Path) -> tuple[Int[np.ndarray, "rows S"], Int[np.ndarray, "rows S"]]:
+def windows(path: Path | str) -> tuple[Int[np.ndarray, "rows S"], Int[np.ndarray, "rows S"]]:
     """Return tokens and labels of every row of a file, read and cut by numpy alone.
 
     Labels are the tokens one place later. What does not fill a last row is left out.
@@ -143,7 +143,7 @@ def validation(claim: Claim, meshes: tuple[str, ...] = MESHES) -> Outcome:
     return Outcome(value, claim.met(value), tuple(table(rows)))
 
 
-def plain_loss(run: Run, params: Params, path: Path) -> float:
+def plain_loss(run: Run, params: Params, path: Path | str) -> float:
     """Return the mean cross-entropy in nats of every token of a file but its first, cut into the rows of the model."""
     tokens, labels = windows(path)
     with jax.set_mesh(run.mesh):

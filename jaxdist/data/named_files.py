@@ -1,0 +1,124 @@
+"""The files that data.path and data.validation_path name: one, a folder, a pattern, a list, or several with commas.
+
+An existing file or folder is meant before anything else, so that a name may hold commas and stars. Names are put in
+order by their characters, so that all hosts read the same stream.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxdist.data.addresses import is_address
+from jaxdist.data.readers import reader_of
+from jaxdist.data.readers.plain_text import PLAIN_TEXT
+
+TEXT = ".txt"
+"""The ending of texts; a list of files has it too."""
+
+LONGEST_LIST = 4 << 20
+"""Bytes of the longest list of files. A longer .txt is a text."""
+
+LISTS = ("['", '["')
+"""How lists of Python and TOML begin, which are not read."""
+
+ENDINGS_NAMED = 3
+"""Endings of files that are left out which the summary names at most."""
+
+
+class NamedFiles(NamedTuple):
+    """The files that a text names, in order."""
+
+    files: tuple[Path, ...]
+    """They need not be there, where they are named one by one."""
+    left_out: tuple[Path, ...] = ()
+    """Files of a folder or a pattern that are empty, or of no form that is read beside the others."""
+
+    @property
+    def others(self) -> str:
+        """What is left out, in words."""
+        if not self.left_out:
+            return ""
+        endings = Counter(path.suffix.lower() or path.name for path in self.left_out).most_common()
+        words = [f"{count:,} {ending}" for ending, count in endings[:ENDINGS_NAMED]]
+        rest = sum(count for _, count in endings[ENDINGS_NAMED:])
+        return " and ".join([", ".join(words), *([f"{rest:,} more"] if rest else [])])
+
+
+def named_by(text: str | None) -> NamedFiles:
+    """Return the files that a text names; none for None. Raises `OSError`."""
+    found = [_expanded(part) for part in parts(text)]
+    files = tuple(path for one in found for path in one.files)
+    return NamedFiles(files, tuple(path for one in found for path in one.left_out))
+
+
+def parts(text: str | None) -> tuple[str, ...]:
+    """Return what stands between the commas of a text, unless it is the name of a file; nothing of an address."""
+    if not text or is_address(text):
+        return ()
+    if "," not in text or text.startswith(LISTS) or os.path.exists(text):
+        return (text,)
+    return tuple(str(Path(part.strip())) for part in text.split(",") if part.strip())
+
+
+def _expanded(part: str) -> NamedFiles:
+    """Return the files of a part without commas: those of a folder, a pattern or a list, or the one file."""
+    path = Path(part)
+    if path.is_dir():
+        return _readable(sorted(_below(path), key=lambda file: file.relative_to(path).as_posix()))
+    if not path.exists() and glob.has_magic(part):
+        files = [Path(name) for name in sorted(glob.glob(part, recursive=True)) if os.path.isfile(name)]
+        return _without_empty(files)
+    return NamedFiles(_listed(path) or (path,))
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, without those that are hidden; links are followed, each folder once."""
+    seen = set()
+    for place, below, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        # `os.walk` descends into the folders that are left in this list, in their order.
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        yield from (Path(place, name) for name in names if not name.startswith(".") and (Path(place, name)).is_file())
+
+
+def _readable(files: Iterable[Path]) -> NamedFiles:
+    """Leave out what is no text and no form that is read; where there is no such file, all are texts."""
+    files, empty = _without_empty(files)
+    known = tuple(path for path in files if path.suffix.lower() == TEXT or reader_of(path) != PLAIN_TEXT)
+    if not known:
+        return NamedFiles(files, empty)
+    read = set(known)
+    return NamedFiles(known, (*empty, *(path for path in files if path not in read)))
+
+
+def _without_empty(files: Iterable[Path]) -> NamedFiles:
+    sized = [(path, path.stat().st_size) for path in files]
+    return NamedFiles(tuple(path for path, size in sized if size), tuple(path for path, size in sized if not size))
+
+
+def _listed(path: Path) -> tuple[Path, ...] | None:
+    """Return the files that a .txt lists, one a line, seen from here or from its folder; None if it is a text."""
+    if path.suffix.lower() != TEXT or not path.is_file() or path.stat().st_size > LONGEST_LIST:
+        return None
+    files = []
+    with path.open("rb") as file:
+        for line in file:
+            if not line.strip():
+                continue
+            name = os.fsdecode(line.strip())
+            listed = next((one for one in (name, os.path.join(path.parent, name)) if os.path.isfile(one)), None)
+            if listed is None:
+                return None
+            # `ls *.txt > list.txt` lists the list.
+            if not path.samefile(listed):
+                files.append(Path(listed))
+    return tuple(files) or None
