@@ -267,7 +267,8 @@ def _apart(corpus: Corpus) -> Corpus:
             between = f"BOS token (id {special.bos})"
         raise RequestError(
             f"model.documents is apart, but the training data is one document: no {between} stands "
-            "between its tokens; give several documents, such as a .jsonl, or set model.documents to joined"
+            "between its tokens; give several documents, such as a .jsonl, or tokens with one between documents (of "
+            "Megatron: --append-eod), or set model.documents to joined"
         )
     return replace(corpus, train=train, validation=validation, source=f"{corpus.source}; documents apart")
 

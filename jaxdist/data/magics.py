@@ -61,7 +61,7 @@ FORMATS = (
     Format(
         "an index of Megatron (.idx), which holds no tokens",
         rb"(?:MMIDIDX|TNTIDX)\x00\x00",
-        "give the .bin beside it, where that holds uint16, or its text as .jsonl",
+        "give its .bin, beside which it lies, or its text as .jsonl",
     ),
 )
 

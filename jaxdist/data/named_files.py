@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from jaxdist.data.addresses import is_address
 from jaxdist.data.readers import reader_of
+from jaxdist.data.readers.megatron import bin_of
 from jaxdist.data.readers.plain_text import PLAIN_TEXT
 
 TEXT = ".txt"
@@ -52,7 +53,7 @@ class NamedFiles(NamedTuple):
 def named_by(text: str | None) -> NamedFiles:
     """Return the files that a text names; none for None. Raises `OSError`."""
     found = [_expanded(part) for part in parts(text)]
-    files = tuple(path for one in found for path in one.files)
+    files = tuple(path for one in found for path in _with_their_tokens(one.files))
     return NamedFiles(files, tuple(path for one in found for path in one.left_out))
 
 
@@ -74,6 +75,15 @@ def _expanded(part: str) -> NamedFiles:
         files = [Path(name) for name in sorted(glob.glob(part, recursive=True)) if os.path.isfile(name)]
         return _without_empty(files)
     return NamedFiles(_listed(path) or (path,))
+
+
+def _with_their_tokens(files: tuple[Path, ...]) -> Iterator[Path]:
+    """Yield the `.bin` of Megatron for its index, or for what the names of both begin with; once, if both are there."""
+    named = set(files)
+    for path in files:
+        tokens = bin_of(path)
+        if tokens == path or tokens not in named:
+            yield tokens
 
 
 def _below(folder: Path) -> Iterator[Path]:

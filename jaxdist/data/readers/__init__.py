@@ -6,12 +6,14 @@ from pathlib import Path
 
 from jaxdist.data.readers.json_lines import JSON_LINES
 from jaxdist.data.readers.llm_c import LLM_C
+from jaxdist.data.readers.megatron import MEGATRON
 from jaxdist.data.readers.plain_text import PLAIN_TEXT
 from jaxdist.data.readers.raw_tokens import RAW_TOKENS
 from jaxdist.data.readers.reader import Reader, TokenReader, reading
 
 READERS: tuple[Reader, ...] = (
     LLM_C,
+    MEGATRON,
     RAW_TOKENS,
     JSON_LINES,
     PLAIN_TEXT,

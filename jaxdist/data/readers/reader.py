@@ -113,12 +113,17 @@ class TokenFile(NamedTuple):
     """What the summary adds to its name: how it was read, where that is not the usual way."""
 
 
-def check_ids(tokens: Tokens, vocab: int, on_read: OnRead, also: str = "") -> None:
+def check_ids(tokens: Tokens, vocab: int, on_read: OnRead, also: str = "", signed: bool = False) -> None:
     """Raise `RequestError` if an id is no id of a model with `vocab` of them. Reads all tokens.
 
-    `also` is what else may be the cause than too small a vocabulary.
+    `also` is what else may be the cause than too small a vocabulary. If the ids are `signed`, tokens of uint32 that are
+    too large for int32 are negative ids.
     """
     largest = tokens.largest(on_read)
+    if signed and largest >= 1 << 31:
+        raise RequestError(
+            f"'{tokens.path}' holds the negative id {largest - (1 << 32)}; ids begin at 0, so write it again"
+        )
     if largest >= vocab:
         raise RequestError(
             f"'{tokens.path}' holds token id {largest} but model.vocab is {vocab}; set model.vocab to at least "

@@ -1,0 +1,137 @@
+"""Tokens of Megatron are read with their index, to the token; what does not belong together is a sentence."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxdist.config import RequestError
+from jaxdist.data.held_out import open_held_out
+from tests.data.files import VOCAB, open_, save_tokenizer
+
+CODES = {"uint8": 1, "int32": 4, "int64": 5, "uint16": 8}
+EOS = VOCAB - 1
+PREFIX = "web_text_document"
+
+
+def index(lengths, borders, dtype="uint16", version=1, places=None, modes=b"") -> bytes:
+    """An index as `_IndexWriter` of Megatron core's indexed_dataset.py lays it out."""
+    width = np.dtype(dtype).itemsize
+    if places is None:
+        places = [width * sum(lengths[:number]) for number in range(len(lengths))]
+    header = b"MMIDIDX\x00\x00" + struct.pack("<Q", version) + struct.pack("<B", CODES[dtype])
+    counts = struct.pack("<Q", len(lengths)) + struct.pack("<Q", len(borders))
+    arrays = np.array(lengths, "<i4").tobytes() + np.array(places, "<i8").tobytes() + np.array(borders, "<i8").tobytes()
+    return header + counts + arrays + modes
+
+
+@pytest.fixture
+def megatron(tmp_path):
+    """Writes documents as the two files, and returns the `.bin`."""
+
+    def save(documents, dtype="uint16", **how) -> Path:
+        lengths = [len(document) for document in documents]
+        path = tmp_path / f"{PREFIX}.bin"
+        path.write_bytes(np.concatenate(documents).astype(f"<{np.dtype(dtype).str[1:]}").tobytes())
+        path.with_suffix(".idx").write_bytes(index(lengths, range(len(lengths) + 1), dtype, **how))
+        return path
+
+    return save
+
+
+def documents(count=20, vocab=VOCAB - 1, end=EOS):
+    random = np.random.default_rng(0)
+    return [np.append(random.integers(0, vocab, random.integers(1, 40)), end) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", [f"{PREFIX}.bin", f"{PREFIX}.idx", PREFIX])
+@pytest.mark.parametrize(("dtype", "vocab"), [("uint16", VOCAB), ("int32", 128_256)])
+def test_either_name_and_the_prefix_are_read_to_the_token(megatron, name, dtype, vocab):
+    texts = documents(vocab=vocab - 1)
+    path = megatron(texts, dtype)
+    corpus = open_(vocab=vocab, path=path.with_name(name))
+    assert [*corpus.train.tokens.ids, *corpus.validation.tokens.ids] == np.concatenate(texts).tolist()
+    assert f"(Megatron, {dtype}, 20 documents)" in corpus.source
+    assert corpus.fingerprint == open_(vocab=vocab, path=path).fingerprint
+    assert open_held_out(path, None, vocab).tokens.ids.tolist() == np.concatenate(texts).tolist()
+
+
+def test_a_folder_and_a_pattern_name_them_once(megatron):
+    path = megatron(documents())
+    alone = open_(path=path)
+    for name in (path.parent, path.parent / "*_document*"):
+        found = open_(path=name)
+        assert (found.fingerprint, found.train.tokens.path) == (alone.fingerprint, path)
+
+
+def test_a_run_finds_uint16_again_that_it_read_without_the_index(megatron):
+    path = megatron(documents())
+    found = open_(path=path).fingerprint
+    path.with_suffix(".idx").unlink()
+    assert open_(path=path).fingerprint == found
+
+
+def test_documents_are_apart_by_their_end_token(megatron, tmp_path):
+    tokenizer = save_tokenizer(tmp_path / "t.json", end="<|endoftext|>")
+    eos = VOCAB
+    path = megatron(documents(end=eos))
+    corpus = open_(vocab=VOCAB + 1, path=path, tokenizer=tokenizer, apart=True)
+    assert corpus.train.tokens.end == eos
+    with pytest.raises(RequestError, match="--append-eod"):
+        open_(vocab=VOCAB + 1, path=megatron(documents(end=0)), tokenizer=tokenizer, apart=True)
+
+
+def test_several_sequences_may_be_one_document(megatron):
+    path = megatron([np.arange(200)] * 3)
+    assert "3 documents" in open_(path=path).source
+    for borders, words in ([0, 2, 3], "2 documents"), ([0, 3], "1 document)"):
+        path.with_suffix(".idx").write_bytes(index([200] * 3, borders))
+        assert words in open_(path=path).source
+
+
+@pytest.mark.parametrize(
+    ("described", "sentence"),
+    [
+        (index([40, 60], [0, 1, 2])[:30], "idx' is cut short: 30 bytes are no index of Megatron; copy it again"),
+        (index([40, 60], [0, 1, 2])[:-8], "idx' is damaged: 2 sequences and 3 borders of documents take 82 bytes, but"),
+        (index([40, 60], []), "idx' is damaged: 2 sequences and 0 borders"),
+        (index([40, 60], [0, 1, 2], modes=b"\0\1"), "gives the sequences modes, as of pictures and text; only text"),
+        (index([40, 60], [0, 1, 2], version=2), "idx' is an index of Megatron of version 2, of which only 1 is read"),
+        (index([40, 60], [0, 1, 2], "int64"), "bin' holds int64, as its index says; only uint16 and int32 are read"),
+        (index([40, 60], [0, 1, 2], "uint8"), "bin' holds uint8, as its index says"),
+        (index([40, 61], [0, 1, 2]), r"bin' has 200 bytes, but its index '.*' describes 202 \(2 sequences of uint16\)"),
+        (index([40, 60], [0, 1, 2], "int32"), "bin' has 200 bytes, but its index '.*' describes 400"),
+        (index([40, 60], [0, 1, 2], places=[0, 82]), "does not say that sequence 1 begins where the one before ends"),
+        (index([-40, 140], [0, 1, 2]), "does not say that sequence 0 begins where the one before ends"),
+        (index([40, 60], [0, 1, 1]), "idx' is damaged: its documents are the sequences 0 to 1, of 2; copy it again"),
+        (index([40, 60], [0, 1, 2])[:16] + bytes([2]), "is cut short"),
+    ],
+)
+def test_files_that_do_not_belong_together_are_a_sentence(megatron, described, sentence):
+    path = megatron([np.arange(100)])
+    path.with_suffix(".idx").write_bytes(described)
+    with pytest.raises(RequestError, match=sentence):
+        open_(path=path)
+
+
+def test_ids_that_the_model_lacks_are_named(megatron):
+    with pytest.raises(
+        RequestError, match=r"holds token id 300 but model.vocab is 300; set model.vocab to at least 301"
+    ):
+        open_(path=megatron([np.arange(301)]))
+    with pytest.raises(RequestError, match="holds the negative id -1; ids begin at 0"):
+        open_(path=megatron([np.arange(-1, 200)], "int32"))
+    with pytest.raises(RequestError, match=r"data.dtype is uint16, but '.*' holds int32, as its index says"):
+        open_(path=megatron([np.arange(200)], "int32"), dtype="uint16")
+    assert (
+        open_(path=megatron([np.arange(200)], "int32"), dtype="uint32", validation_fraction=0.25).train.tokens.length
+        == 150
+    )
+
+
+def test_an_index_without_its_tokens_is_refused(megatron):
+    path = megatron(documents())
+    path.unlink()
+    with pytest.raises(RequestError, match=r"is an index of Megatron \(.idx\), which holds no tokens"):
+        open_(path=path.with_suffix(".idx"))
