@@ -6,8 +6,10 @@ The file is read with `preadv` and not memory-mapped: truncating a mapped file w
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import IO
 
@@ -54,3 +56,33 @@ class NumberFile:
             return self.path.open("rb", buffering=0)
         except OSError as error:
             raise DataLost(f"'{self.path}' cannot be opened any more ({error.strerror}); put it back") from error
+
+
+@dataclass(frozen=True)
+class JoinedNumbers:
+    """The numbers of several files, one file after another."""
+
+    files: tuple[NumberFile, ...]
+    counts: tuple[int, ...]
+    """How many numbers each file has."""
+    dtype: str
+    """Of what is returned; that of a file may be narrower."""
+
+    def read(self, start: int, stop: int) -> Integer[np.ndarray, " n"]:
+        """Return numbers start..stop-1 of all files."""
+        numbers = np.empty(stop - start, np.dtype(self.dtype).newbyteorder("<"))
+        place = start
+        number = bisect_right(self._ends, start)
+        while place < stop:
+            end = self._ends[number]
+            begin = end - self.counts[number]
+            until = min(stop, end)
+            numbers[place - start : until - start] = self.files[number].read(place - begin, until - begin)
+            place = until
+            number += 1
+        return numbers
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """The place at which each file ends."""
+        return list(accumulate(self.counts))

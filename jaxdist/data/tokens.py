@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from jaxtyping import Int, Integer
 
-from jaxdist.data.number_file import NumberFile
+from jaxdist.data.number_file import JoinedNumbers, NumberFile
 from jaxdist.files import blocks, open_regular
 
 TokenType = Literal["uint16", "uint32"]
@@ -28,7 +28,7 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Tokens:
-    """The `length` little-endian token ids from index `start` of a file.
+    """The `length` little-endian token ids from index `start` of a file, or of several files one after another.
 
     Every method that reads raises `DataLost` if the file is shorter than when it was opened.
     """
@@ -43,6 +43,8 @@ class Tokens:
     """The token that ends each document, if documents are to be apart and such a token exists."""
     offset: int = 0
     """Bytes of the header, after which the token of index 0 lies."""
+    shards: tuple[Tokens, ...] = ()
+    """The files that are joined, the first of which is at `path`; none where that is the only one."""
 
     @classmethod
     def open(cls, path: Path, dtype: TokenType, offset: int = 0) -> Tokens:
@@ -54,6 +56,15 @@ class Tokens:
         width = np.dtype(dtype).itemsize
         assert size % width == 0, f"{path} has {size} bytes of tokens, not a multiple of {width}"
         return cls(path, dtype, size // width, offset=offset)
+
+    @classmethod
+    def joined(cls, shards: Sequence[Tokens]) -> Tokens:
+        """Return the tokens of whole files one after another, as the wider type where these have two."""
+        first = shards[0]
+        if len(shards) == 1:
+            return first
+        wide: TokenType = "uint32" if any(shard.dtype == "uint32" for shard in shards) else "uint16"
+        return cls(first.path, wide, sum(shard.length for shard in shards), shards=tuple(shards))
 
     def part(self, start: int, stop: int) -> Tokens:
         """Return tokens start..stop-1 of these without copying them."""
@@ -100,10 +111,13 @@ class Tokens:
 
     def read(self, start: int, stop: int) -> Integer[np.ndarray, " n"]:
         """Return tokens start..stop-1 of these."""
-        return self._file.read(self.start + start, self.start + stop)
+        return self._numbers.read(self.start + start, self.start + stop)
 
     @cached_property
-    def _file(self) -> NumberFile:
+    def _numbers(self) -> NumberFile | JoinedNumbers:
+        if self.shards:
+            files = tuple(NumberFile(shard.path, shard.dtype, shard.offset) for shard in self.shards)
+            return JoinedNumbers(files, tuple(shard.length for shard in self.shards), self.dtype)
         return NumberFile(self.path, self.dtype, self.offset)
 
     def _contains(self, token: int | None) -> bool:

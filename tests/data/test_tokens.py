@@ -1,6 +1,7 @@
 import math
 import os
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -32,6 +33,23 @@ def test_largest_and_entropy_do_not_depend_on_chunks(tmp_path, monkeypatch, chun
     assert tokens.unigram_entropy() == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(4) + 2 / 8 * math.log(8))
     empty = tokens.part(3, 3)
     assert (empty.largest(), empty.unigram_entropy()) == (-1, 0.0)
+
+
+def test_joined_files_are_read_as_one(tmp_path):
+    numbers = np.arange(30) + 70_000 * (np.arange(30) >= 20)
+    borders = [0, 7, 7, 8, 20, 30]
+    shards = []
+    for number, (start, stop) in enumerate(pairwise(borders)):
+        shards.append(write(tmp_path / f"{number}.bin", numbers[start:stop], "uint32" if stop == 30 else "uint16"))
+    joined = Tokens.joined(shards)
+    assert (joined.length, joined.dtype, joined.largest()) == (30, "uint32", 70_029)
+    for start in range(31):
+        for stop in range(start, 31):
+            assert joined.read(start, stop).tolist() == numbers[start:stop].tolist()
+    assert joined.part(5, 25).part(1, 20).ids.tolist() == numbers[6:25].tolist()
+    assert replace(joined, end=7).several_documents()
+    assert not replace(joined, end=99).several_documents()
+    assert Tokens.joined(shards[:1]) is shards[0]
 
 
 def test_writer_streams_and_guards_the_type(tmp_path):
