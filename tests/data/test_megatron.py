@@ -8,6 +8,7 @@ import pytest
 
 from jaxdist.config import RequestError
 from jaxdist.data.held_out import open_held_out
+from jaxdist.data.readers import megatron as reader
 from tests.data.files import VOCAB, open_, save_tokenizer
 
 CODES = {"uint8": 1, "int32": 4, "int64": 5, "uint16": 8}
@@ -55,6 +56,18 @@ def test_either_name_and_the_prefix_are_read_to_the_token(megatron, name, dtype,
     assert f"(Megatron, {dtype}, 20 documents)" in corpus.source
     assert corpus.fingerprint == open_(vocab=vocab, path=path).fingerprint
     assert open_held_out(path, None, vocab).tokens.ids.tolist() == np.concatenate(texts).tolist()
+
+
+def test_an_index_is_checked_in_chunks(megatron, monkeypatch):
+    monkeypatch.setattr(reader, "CHUNK", 3)
+    texts = documents()
+    path = megatron(texts)
+    assert open_(path=path).train.tokens.length > 0
+    wrong = [2 * sum(map(len, texts[:number])) for number in range(20)]
+    wrong[13] += 2
+    megatron(texts, places=wrong)
+    with pytest.raises(RequestError, match="does not say that sequence 13 begins where the one before ends"):
+        open_(path=path)
 
 
 def test_a_folder_and_a_pattern_name_them_once(megatron):
