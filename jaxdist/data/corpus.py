@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.config.values import IdType
-from jaxdist.data.packed_rows import StreamRows, open_packed
+from jaxdist.data.packed_rows import PackedRows, StreamRows, open_packed
 from jaxdist.data.paths import open_sources
 from jaxdist.data.progress import Pass, Progress, unseen
 from jaxdist.data.readers.reader import Expected, TokenFile, TokenReader, reading
@@ -302,13 +302,19 @@ def identity(given: GivenTokenizer | None) -> list[str | int | None]:
 
 
 def _check_rows(corpus: Corpus, config: DataConfig) -> None:
-    """Raise `RequestError` if a part of the data has fewer tokens than one row needs."""
+    """Raise `RequestError` if a part of the data has fewer tokens than one row needs, or none to predict."""
     remedies = {"training": "", "validation": "make data.validation_path longer, "}
     if config.validation_path is None:
         remedies["validation"] = "raise data.validation_fraction, "
     problems = []
     for part, rows in (("training", corpus.train), ("validation", corpus.validation)):
-        if rows.count == 0:
+        if isinstance(rows, PackedRows):
+            if not rows.packed.predicts:
+                problems.append(
+                    f"the {part} data has {rows.packed.documents} documents of at most one token each, and nothing to "
+                    f"predict in them; {remedies[part]}give more data"
+                )
+        elif rows.count == 0:
             problems.append(
                 f"the {part} data has {rows.tokens.length} tokens and one row needs {rows.sequence + 1} "
                 f"(model.sequence {rows.sequence} and the token after it); {remedies[part]}give more data, or lower "

@@ -46,6 +46,11 @@ class Packed(NamedTuple):
     cut_in_stream: int
     """Documents that `CutRows` would cut."""
 
+    @property
+    def predicts(self) -> bool:
+        """Whether a document has a token to predict: a second one."""
+        return self.tokens > self.documents
+
     def describe(self, sequence: int) -> str:
         """Return one line that describes the rows to the user."""
         padding = 1 - self.tokens / max(1, self.rows * sequence)

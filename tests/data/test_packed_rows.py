@@ -79,6 +79,15 @@ def test_a_row_by_hand(tmp_path):
     assert dict(zip(map(tuple, read["tokens"].tolist()), read["labels"].tolist(), strict=True)) == by_hand
 
 
+@pytest.mark.parametrize("special", SPECIALS, ids=["eos", "bos", "both"])
+def test_a_document_as_long_as_a_row_foretells_nothing_after_it(tmp_path, special):
+    documents = [special.around(range(start, start + 8), ends=True) for start in (10, 40)]
+    length = len(documents[0])
+    read = opened(write(tmp_path / "a.bin", joined(documents)), length, special).read(np.array([0, 1]))
+    assert read["tokens"].tolist() == documents
+    assert read["labels"].tolist() == [[*document[1:], -1] for document in documents]
+
+
 def test_joined_the_end_of_a_document_foretells_the_next_piece_and_apart_nothing(tmp_path):
     rows = opened(write(tmp_path / "a.bin", [5, EOS, 6, 7, EOS]), 7)
     wanted = {"tokens": [[5, EOS, 6, 7, EOS, 0, 0]], "labels": [[EOS, 6, 7, EOS, -1, -1, -1]]}
@@ -196,3 +205,14 @@ def test_a_bin_is_packed_with_its_tokenizer_and_refused_without(tmp_path):
             RequestError, match=r"data.pack is best-fit, but no tokenizer says .* or set data.pack to cut"
         ):
             open_(**knobs, tokenizer=tokenizer)
+
+
+def test_documents_with_nothing_to_predict_are_refused(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(ids(*[5, 6, VOCAB] * 20, VOCAB, VOCAB))
+    tokenizer = save_tokenizer(tmp_path / "t.json", end="</s>")
+    message = (
+        "the validation data has 2 documents of at most one token each, and nothing to predict in them; raise data."
+    )
+    with pytest.raises(RequestError, match=message):
+        open_(path=path, vocab=VOCAB + 1, pack="best-fit", tokenizer=tokenizer, validation_fraction=0.04)
