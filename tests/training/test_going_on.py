@@ -18,6 +18,7 @@ from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.save_policy import SavePolicy
 from jaxdist.weights.base import NoBase
+from tests.data.files import save_tokenizer
 
 MODEL = dict(layers=1, embed=16, heads=2, vocab=64, sequence=8)
 
@@ -25,8 +26,8 @@ MODEL = dict(layers=1, embed=16, heads=2, vocab=64, sequence=8)
 # ---- data
 
 
-def run_on(path) -> Run:
-    config = Config(mesh="1x1x1", model=MODEL, data=dict(path=path), train=dict(global_batch_size=4, steps=10))
+def run_on(path, **data) -> Run:
+    config = Config(mesh="1x1x1", model=MODEL, data=dict(path=path, **data), train=dict(global_batch_size=4, steps=10))
     return Run(config, devices=jax.devices()[:1])
 
 
@@ -95,6 +96,19 @@ def test_a_run_goes_on_with_the_data_of_its_checkpoint_alone(resume, tmp_path, c
     else:
         with pytest.raises(RequestError, match=r"the training data is not what the run in .* has seen so far"):
             resume(run_on(path), facts)
+
+
+def test_a_run_goes_on_with_the_packing_that_it_began_with_alone(resume, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
+    path, tokenizer = tmp_path / "tokens.bin", save_tokenizer(tmp_path / "t.json", 63, end="</s>")
+    write(path, np.arange(400) % 64)
+    before = run_on(path, tokenizer=tokenizer, pack="best-fit")
+    with jax.set_mesh(before.mesh):
+        facts = SavePolicy(before, None, NoBase()).facts(5)
+    with pytest.raises(WentOn):
+        resume(run_on(path, tokenizer=tokenizer, pack="best-fit"), facts)
+    with pytest.raises(RequestError, match=r"the training data is not what the run in .* has seen so far"):
+        resume(run_on(path, tokenizer=tokenizer), facts)
 
 
 # ---- a validation that was stopped
