@@ -16,7 +16,7 @@ from tests.test_imports import FILES, imports
 PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
-IMPORTED = ("chat", "lab", "wandb")
+IMPORTED = ("chat", "data", "lab", "wandb")
 """Extras whose packages a run imports. The others are tools, or builds of jax."""
 
 BY_DATE = {"packaging"}

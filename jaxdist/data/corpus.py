@@ -206,7 +206,7 @@ class _Request:
 
     def _train_tokenizer(self) -> str:
         sampling = Pass(self.progress, "reading text for the tokenizer", self.sources.size)
-        return train_tokenizer(self.sources.split(sampling.read), self.sources.training.size, self.vocab)
+        return train_tokenizer(self.sources.split(sampling.read), self.sources.training.text_size, self.vocab)
 
     def _describe_tokenizer(self, used: GivenTokenizer) -> str:
         tokenizer = used.load()

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxdist.data.compressed import compression_of, ending_of, plain
+
 HEAD = 512
 """Bytes that are examined, from the start of the file."""
 
@@ -31,10 +33,6 @@ class Format(NamedTuple):
 
 # The first match counts: a file of PyTorch and an .npz are zip archives too.
 FORMATS = (
-    Format("compressed by gzip", rb"\x1f\x8b\x08[\x00-\x1f].{4}[\x00\x02\x04][\x00-\x0d\xff]", DECOMPRESS),
-    Format("compressed by zstd", rb"\x28\xb5\x2f\xfd", DECOMPRESS),
-    Format("compressed by xz", rb"\xfd7zXZ\x00", DECOMPRESS),
-    Format("compressed by bzip2", rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)", DECOMPRESS),
     Format("compressed by lz4", rb"\x04\x22\x4d\x18", DECOMPRESS),
     Format("an archive of 7-Zip", rb"7z\xbc\xaf\x27\x1c", UNPACK),
     Format("a tar archive", rb".{100}[ 0-7]{5}[0-7].{151}ustar[\x00 ]", UNPACK),
@@ -69,11 +67,17 @@ FORMATS = (
 def foreign(path: Path) -> str | None:
     """Return what the file at `path` is and what to do with it, or None if it is in none of `FORMATS`.
 
-    Raises `OSError`.
+    A compressed file of text is judged by what is in it. Raises `OSError`, and `RequestError` if it is damaged.
     """
     with path.open("rb") as file:
-        head = file.read(HEAD)
+        compression = compression_of(file.peek(HEAD))
+        head = plain(file, path).read(HEAD)
+    twice = compression_of(head) if compression else None
+    if twice:
+        return f"is compressed twice, by {twice.name} inside; {DECOMPRESS}"
     for known in FORMATS:
         if re.match(known.start, head, re.DOTALL):
             return f"is {known.name}; {known.remedy}"
+    if compression and ending_of(path) == ".bin":
+        return f"is compressed by {compression.name}, and tokens are used in place; decompress it"
     return None

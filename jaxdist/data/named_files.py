@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.data.addresses import is_address
+from jaxdist.data.compressed import ending_of
 from jaxdist.data.readers import reader_of
 from jaxdist.data.readers.megatron import bin_of
 from jaxdist.data.readers.plain_text import PLAIN_TEXT
@@ -103,7 +104,7 @@ def _below(folder: Path) -> Iterator[Path]:
 def _readable(files: Iterable[Path]) -> NamedFiles:
     """Leave out what is no text and no form that is read; where there is no such file, all are texts."""
     files, empty = _without_empty(files)
-    known = tuple(path for path in files if path.suffix.lower() == TEXT or reader_of(path) != PLAIN_TEXT)
+    known = tuple(path for path in files if ending_of(path) == TEXT or reader_of(path) != PLAIN_TEXT)
     if not known:
         return NamedFiles(files, empty)
     read = set(known)

@@ -174,8 +174,11 @@ def _foreign(knob: str, path: Path) -> str | None:
     """Return what is wrong with a file in a format that jaxdist does not read; None for other files, and if absent."""
     if not path.is_file():
         return None
-    with reading(path):
-        known = magics.foreign(path)
+    try:
+        with reading(path):
+            known = magics.foreign(path)
+    except RequestError as error:
+        return str(error)
     if known is None:
         return None
     return f"{knob} '{path}' {known}"

@@ -10,6 +10,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxdist.data.compressed import decompressed, text_size
 from jaxdist.data.readers import reader_before, reader_of
 from jaxdist.data.readers.python_library import PYTHON_LIBRARY, library_files, library_folder
 from jaxdist.data.readers.reader import Document, OnRead, OpenFile, Reader, TextReader, TokenReader, reading, unseen
@@ -80,6 +81,11 @@ class Source:
         """Bytes of all files."""
         return sum(file.path.stat().st_size for file in self.files)
 
+    @property
+    def text_size(self) -> int:
+        """Bytes of the text of all files; of compressed ones, about."""
+        return sum(text_size(file.path) for file in self.files)
+
     def describe(self, facts: Mapping[str, int]) -> str:
         """Return what the summary calls the data, from the facts of the cache that holds their tokens."""
         reader = self.files[0].reader
@@ -133,7 +139,8 @@ class Source:
         for path, reader in self.files:
             assert isinstance(reader, TextReader), f"{reader.name} have no documents"
             with reading(path), path.open("rb") as file:
-                yield from reader.documents(OpenFile(file, path, on_read, size))
+                inside = decompressed(file, path, on_read)
+                yield from reader.documents(OpenFile(inside or file, path, unseen if inside else on_read, size))
 
 
 @dataclass(frozen=True)

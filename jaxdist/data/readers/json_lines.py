@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import RequestError
+from jaxdist.data.compressed import ending_of, plain
 from jaxdist.data.readers.reader import Document, OnRead, OpenFile, TextReader, unseen
 from jaxdist.files.json_files import is_unicode
 
@@ -95,14 +96,14 @@ def _text_of_line(line: bytes, where: str) -> str:
 
 def _takes(path: Path) -> bool:
     """Return whether a file is called .jsonl or .ndjson, or is called .json and begins with such a line."""
-    ending = path.suffix.lower()
+    ending = ending_of(path)
     return ending in ENDINGS or (ending == ".json" and path.is_file() and _holds_lines(path))
 
 
 def _holds_lines(path: Path) -> bool:
-    with path.open("rb") as file:
-        line = file.readline(LONGEST_FIRST)
     try:
+        with path.open("rb") as file:
+            line = plain(file, path).readline(LONGEST_FIRST)
         _text_of_line(line.removeprefix(MARK), "the first line")
     except RequestError:
         return False

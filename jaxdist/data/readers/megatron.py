@@ -165,8 +165,10 @@ def _takes(path: Path) -> bool:
 
 def _has_index(path: Path) -> bool:
     """Return whether this is a `.bin` with its index beside it."""
+    if path.suffix != ".bin" or not path.is_file():
+        return False
     index = _index_of(path)
-    if path.suffix != ".bin" or not path.is_file() or not index.is_file():
+    if not index.is_file():
         return False
     with index.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
