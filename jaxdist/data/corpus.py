@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from jaxdist.config import DataConfig, RequestError
+from jaxdist.config import DataConfig, RequestError, listed
 from jaxdist.config.values import IdType
 from jaxdist.data.packed_rows import PackedRows, StreamRows, open_packed
 from jaxdist.data.paths import open_sources
@@ -77,7 +77,7 @@ def open_corpus(
         earlier = request.as_before().open()
         if earlier.fingerprint == begun:
             corpus = earlier
-    _check_rows(corpus, config)
+    _check_rows(corpus, request.sources.held_out is None)
     if apart:
         return _apart(corpus)
     return corpus
@@ -123,7 +123,7 @@ class _Request:
         return replace(corpus, changed=corpus.changed or changed)
 
     def _tokens(self) -> Corpus:
-        """Open files of tokens in place. Without a validation file, the tail of the first one is held out."""
+        """Open files of tokens in place. Without validation files, the tail of their tokens is held out."""
         sources = self.sources
         files = open_token_files(sources.all, self.given, self.vocab, self.progress, self.config.dtype)
         parts = [file.tokens for file in files]
@@ -141,8 +141,16 @@ class _Request:
             tokenizer=self.given.text if self.given else None,
             special=self.given.special if self.given else SpecialTokens(),
             fingerprint=digest(content, *identity(self.given), *types(parts)),
-            source=f"{sources.name}{_form(files)}, {_sizes(train, validation)}",
+            source=f"{sources.name}{_form(files[0])}, {_sizes(train, validation)}{self._by_name()}{_other_form(files)}",
         )
+
+    def _by_name(self) -> str:
+        """Return where the validation data are, if the request does not name them."""
+        held_out = self.sources.held_out
+        if held_out is None or self.config.validation_path:
+            return ""
+        more = f" and {len(held_out.files) - 1:,} more" if len(held_out.files) > 1 else ""
+        return f" in {held_out.name}{more}"
 
     def _text(self) -> Corpus:
         """Open text of any form from the cache, after filling it if it lacks this text, tokenizer and split."""
@@ -221,34 +229,51 @@ class _Request:
 def open_token_files(
     sources: Sequence[Source], given: GivenTokenizer | None, vocab: int, progress: Progress, dtype: IdType
 ) -> list[TokenFile]:
-    """Return the first file of each source. Raises `RequestError` with every problem of these files."""
+    """Return the files of each source as one. Raises `RequestError` with every problem of these files."""
     entries = largest_id(given.load()) + 1 if given else None
     expected = Expected(vocab, entries, dtype)
     problems: list[str] = []
     opened = []
     for source in sources:
-        path, reader = source.files[0]
-        assert isinstance(reader, TokenReader)
         checking = Pass(progress, "checking token ids", source.size)
-        try:
-            with reading(path):
-                opened.append(reader.open(path, expected, checking.read))
-        except RequestError as error:
-            problems += error.problems
+        shards = []
+        for path, reader in source.files:
+            assert isinstance(reader, TokenReader)
+            try:
+                with reading(path):
+                    shards.append(reader.open(path, expected, checking.read))
+            except RequestError as error:
+                problems += error.problems
+        if shards:
+            opened.append(_joined(shards, source.left_out))
     if problems:
-        raise RequestError(*problems)
+        raise RequestError(*listed(iter(problems), len(problems), "such files of tokens"))
     return opened
 
 
+def _joined(shards: Sequence[TokenFile], left_out: str) -> TokenFile:
+    """Return files as one, in their order."""
+    count = [f"{len(shards):,} files"] if len(shards) > 1 else []
+    forms = dict.fromkeys(shard.form for shard in shards if shard.form)
+    others = [f"{left_out} left out"] if left_out else []
+    return TokenFile(Tokens.joined([shard.tokens for shard in shards]), "; ".join([*count, *forms, *others]))
+
+
 def types(parts: Iterable[Tokens]) -> list[str]:
-    """Return the types of ids that are not uint16, which the same bytes may be too."""
-    return [part.dtype for part in parts if part.dtype != "uint16"]
+    """Return the types of the ids of all files, if any is not uint16, which the same bytes may be too."""
+    found = [file.dtype for part in parts for file in part.shards or (part,)]
+    return [] if set(found) == {"uint16"} else list(found)
 
 
-def _form(files: Sequence[TokenFile]) -> str:
-    """Return what the summary adds to the name of the data: how they are read, in parentheses."""
-    forms = dict.fromkeys(file.form for file in files if file.form)
-    return f" ({'; '.join(forms)})" if forms else ""
+def _form(file: TokenFile) -> str:
+    """Return what the summary adds to the name of tokens: how they are read, in parentheses."""
+    return f" ({file.form})" if file.form else ""
+
+
+def _other_form(files: Sequence[TokenFile]) -> str:
+    """Return the same of validation data that are read in another way than the training data."""
+    training, *validation = files
+    return "".join(_form(file) for file in validation if file.form != training.form)
 
 
 def _apart(corpus: Corpus) -> Corpus:
@@ -301,10 +326,10 @@ def identity(given: GivenTokenizer | None) -> list[str | int | None]:
     return [given.text, given.special.bos, given.special.eos]
 
 
-def _check_rows(corpus: Corpus, config: DataConfig) -> None:
+def _check_rows(corpus: Corpus, by_fraction: bool) -> None:
     """Raise `RequestError` if a part of the data has fewer tokens than one row needs, or none to predict."""
-    remedies = {"training": "", "validation": "make data.validation_path longer, "}
-    if config.validation_path is None:
+    remedies = {"training": "", "validation": "make the validation data longer, "}
+    if by_fraction:
         remedies["validation"] = "raise data.validation_fraction, "
     problems = []
     for part, rows in (("training", corpus.train), ("validation", corpus.validation)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from jaxdist.data.addresses import is_address
 from jaxdist.data.compressed import ending_of
-from jaxdist.data.readers import reader_of
+from jaxdist.data.readers import is_token_file, reader_of
 from jaxdist.data.readers.megatron import bin_of
 from jaxdist.data.readers.plain_text import PLAIN_TEXT
 
@@ -27,6 +28,9 @@ LONGEST_LIST = 4 << 20
 
 LISTS = ("['", '["')
 """How lists of Python and TOML begin, which are not read."""
+
+PART_OF_DATA = re.compile(r"(?:^|[-_.])(?P<kind>val|test)(?:id|idation)?(?:[-_.]|$)", re.IGNORECASE)
+"""How the names of files of tokens say that these are not to be trained on."""
 
 ENDINGS_NAMED = 3
 """Endings of files that are left out which the summary names at most."""
@@ -56,6 +60,33 @@ def named_by(text: str | None) -> NamedFiles:
     found = [_expanded(part) for part in parts(text)]
     files = tuple(path for one in found for path in _with_their_tokens(one.files))
     return NamedFiles(files, tuple(path for one in found for path in one.left_out))
+
+
+def holds_tokens(text: str | None) -> bool:
+    """Return whether a text names files of tokens, so that no tokenizer is needed to read them."""
+    try:
+        return any(map(is_token_file, named_by(text).files[:1]))
+    except OSError:
+        # Why they cannot be read is said where they are opened.
+        return False
+
+
+def by_their_names(text: str | None, named: NamedFiles) -> tuple[NamedFiles, NamedFiles]:
+    """Return the files of tokens to train on, and those that are validation by their names, such as `val.bin`.
+
+    Those of a test are left out. A file that is named by itself is what it is named as.
+    """
+    alone = {Path(part) for part in parts(text)}
+    found: dict[str, list[Path]] = {"train": [], "val": [], "test": []}
+    for path in named.files:
+        word = PART_OF_DATA.search(path.stem)
+        kind = "train"
+        if word and path not in alone and is_token_file(path):
+            kind = word["kind"].lower()
+        found[kind].append(path)
+    if not found["train"]:
+        return named, NamedFiles(())
+    return NamedFiles(tuple(found["train"]), (*named.left_out, *found["test"])), NamedFiles(tuple(found["val"]))
 
 
 def parts(text: str | None) -> tuple[str, ...]:

@@ -10,14 +10,16 @@ from pathlib import Path
 from jaxdist.config import DataConfig, RequestError, listed
 from jaxdist.data import magics
 from jaxdist.data.addresses import elsewhere
-from jaxdist.data.named_files import LISTS, NamedFiles, named_by, parts
-from jaxdist.data.readers import holds_tokens, reader_of
-from jaxdist.data.readers.raw_tokens import RAW_TOKENS
+from jaxdist.data.named_files import LISTS, NamedFiles, by_their_names, named_by, parts
+from jaxdist.data.readers import is_token_file, reader_of
 from jaxdist.data.readers.reader import reading
 from jaxdist.data.sources import Source, Sources
 from jaxdist.huggingface.tokenizer import folder_problem
 
 QUOTES = "[]'\" "
+
+MOST_TOKEN_FILES = 512
+"""Files of tokens that are read as one stream: a process may have 1,024 files open on most systems."""
 
 
 def open_sources(config: DataConfig) -> Sources:
@@ -26,13 +28,17 @@ def open_sources(config: DataConfig) -> Sources:
     Reads only the first bytes of a file, and lists of files. Raises `RequestError` with every path that does not exist,
     is not a file, is empty, or is of the wrong kind or format.
     """
-    training = _named("data.path", config.path)
+    training, by_name = by_their_names(config.path, _named("data.path", config.path))
     held_out = _named("data.validation_path", config.validation_path)
     found = _problems("data.path", config.path, training)
     tokenizer = _tokenizer_problem(config.tokenizer)
     if tokenizer:
         found.append(tokenizer)
     found += _problems("data.validation_path", config.validation_path, held_out)
+    if held_out.files:
+        training = training._replace(left_out=training.left_out + by_name.files)
+    elif by_name.files:
+        found += _problems("data.path", config.path, by_name)
     found += _together("data.path", config.path, training.files)
     found += _together("data.validation_path", config.validation_path, held_out.files)
     found += _pair_problems(config, training.files, held_out.files)
@@ -41,7 +47,9 @@ def open_sources(config: DataConfig) -> Sources:
     source = _source(config.path, training) or Source.library()
     if not source.files:
         raise RequestError(f"'{source.name}' holds no source files of Python's library; set data.path to a text file")
-    return Sources(source, _source(config.validation_path, held_out), config.validation_fraction)
+    # Validation that is named is read instead of what is called so.
+    validation = _source(config.validation_path, held_out) or _source(None, by_name)
+    return Sources(source, validation, config.validation_fraction)
 
 
 def paths_of(text: str | None) -> tuple[Path, ...]:
@@ -93,15 +101,13 @@ def _together(knob: str, text: str | None, files: tuple[Path, ...]) -> list[str]
     twice, count = Counter(map(os.path.realpath, files)).most_common(1)[0]
     if count > 1:
         found.append(f"{knob} '{text}' names the file '{twice}' {count} times; name it once")
-    tokens = [path for path in files if holds_tokens(path)]
-    if len(tokens) == len(files):
-        # What has a header or an index cannot be joined by hand.
-        remedy = "name one of them"
-        reader = reader_of(tokens[0])
-        if reader == RAW_TOKENS:
-            remedy = f"join them, such as cat {' '.join(map(str, tokens))} > all.bin"
-        found.append(f"{knob} names {len(tokens)} files of {reader.name}, of which training takes one; {remedy}")
-    elif tokens:
+    tokens = [path for path in files if is_token_file(path)]
+    if len(tokens) > MOST_TOKEN_FILES:
+        found.append(
+            f"{knob} names {len(tokens):,} files of tokens, all of which stay open, and {MOST_TOKEN_FILES} are read at "
+            "most; join some of them"
+        )
+    if tokens and len(tokens) < len(files):
         other = next(path for path in files if path not in tokens)
         found.append(f"{knob} '{text}' names tokens, '{tokens[0]}', and text, '{other}'; give files of one kind")
     return found
@@ -135,7 +141,7 @@ def _pair_problems(config: DataConfig, training: tuple[Path, ...], held_out: tup
         return []
     problems = []
     for path in held_out:
-        if holds_tokens(path) != holds_tokens(training[0]):
+        if is_token_file(path) != is_token_file(training[0]):
             problems.append(
                 f"data.path '{config.path}' is {reader_of(training[0]).name} but data.validation_path '{path}' is "
                 f"{reader_of(path).name}; give both as text, or both as tokens"

@@ -38,7 +38,7 @@ class DataFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Files that are read in order: of text in any forms, or one file of tokens."""
+    """Files that are read in order: of text, or of tokens, in any forms."""
 
     name: str
     """What the request calls them."""
@@ -67,13 +67,13 @@ class Source:
             return self
         paths = [file.path for file in self.files]
         # A list of files was read as a text.
-        if Path(self.name).is_file() and Path(self.name) not in paths:
+        if not self.holds_tokens and Path(self.name).is_file() and Path(self.name) not in paths:
             paths = [Path(self.name)]
         return replace(self, files=tuple(DataFile(path, reader_before(path)) for path in paths))
 
     @property
     def holds_tokens(self) -> bool:
-        """Whether it is a file of tokens, which are used in place."""
+        """Whether they are files of tokens, which are used in place."""
         return isinstance(self.files[0].reader, TokenReader)
 
     @property

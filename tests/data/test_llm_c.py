@@ -39,8 +39,6 @@ def test_a_separate_file_is_validation(write):
     assert [corpus.train.tokens.length, corpus.validation.tokens.length] == [100, 50]
     raw = open_(path=train, validation_path=write("raw.bin", ids(*range(50))))
     assert raw.validation.tokens.read(0, 50).tolist() == corpus.validation.tokens.read(0, 50).tolist()
-    with pytest.raises(RequestError, match="of which training takes one; name one of them"):
-        open_(path=train, validation_path=f"{validation},{write('other.bin', llm_c(range(50)))}")
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,10 @@ def reader_before(path: Path) -> Reader:
     return reader
 
 
-def holds_tokens(path: Path | str | None) -> bool:
-    """Return whether a file of data holds tokens, so that no tokenizer is needed to read it."""
-    if path is None:
-        return False
+def is_token_file(path: Path) -> bool:
+    """Return whether a file of data holds tokens."""
     try:
-        return any(reader.takes(Path(path)) for reader in READERS if isinstance(reader, TokenReader))
+        return any(reader.takes(path) for reader in READERS if isinstance(reader, TokenReader))
     except OSError:
         # Why it cannot be read is said where it is opened.
         return False

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxdist.config import Config, RequestError
-from jaxdist.data.readers import holds_tokens
+from jaxdist.data.named_files import holds_tokens
 from jaxdist.files.reasons import reason
 from jaxdist.request.checks.registry import check
 from jaxdist.weights.named import model_folder, needs_tokenizer
