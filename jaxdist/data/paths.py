@@ -12,6 +12,7 @@ from jaxdist.data import magics
 from jaxdist.data.addresses import elsewhere
 from jaxdist.data.named_files import LISTS, NamedFiles, by_their_names, named_by, parts
 from jaxdist.data.readers import is_token_file, reader_of
+from jaxdist.data.readers.megatron import index_of
 from jaxdist.data.readers.reader import reading
 from jaxdist.data.sources import Source, Sources
 from jaxdist.huggingface.tokenizer import folder_problem
@@ -63,7 +64,8 @@ def places_of(text: str | None) -> tuple[Path, ...]:
     for part in parts(text):
         places.append(Path(part))
         if not os.path.isdir(part):
-            places += paths_of(part)
+            for path in paths_of(part):
+                places += [path, *index_of(path)]
     return tuple(dict.fromkeys(path for path in places if path.exists()))
 
 

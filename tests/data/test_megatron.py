@@ -8,6 +8,7 @@ import pytest
 
 from jaxdist.config import RequestError
 from jaxdist.data.held_out import open_held_out
+from jaxdist.data.paths import places_of
 from jaxdist.data.readers import megatron as reader
 from tests.data.files import VOCAB, open_, save_tokenizer
 
@@ -76,6 +77,12 @@ def test_a_folder_and_a_pattern_name_them_once(megatron):
     for name in (path.parent, path.parent / "*_document*"):
         found = open_(path=name)
         assert (found.fingerprint, found.train.tokens.path) == (alone.fingerprint, path)
+
+
+@pytest.mark.parametrize("name", [f"{PREFIX}.bin", PREFIX])
+def test_a_job_sees_both_files(megatron, name):
+    path = megatron(documents())
+    assert set(places_of(str(path.with_name(name)))) == {path, path.with_suffix(".idx")}
 
 
 def test_a_run_finds_uint16_again_that_it_read_without_the_index(megatron):

@@ -72,6 +72,11 @@ def bin_of(path: Path) -> Path:
     return other if _has_index(other) else path
 
 
+def index_of(path: Path) -> tuple[Path, ...]:
+    """Return the index that is read with a file, or none where it is no `.bin` of Megatron."""
+    return (_beside(path),) if _has_index(path) else ()
+
+
 def open_megatron(path: Path, expected: Expected, on_read: OnRead = unseen) -> TokenFile:
     """Return the tokens of a `.bin`, document after document, after a check that the whole index describes it.
 
@@ -80,7 +85,7 @@ def open_megatron(path: Path, expected: Expected, on_read: OnRead = unseen) -> T
     """
     from jaxdist.data.tokens import Tokens
 
-    index = _read_index(_index_of(path))
+    index = _read_index(_beside(path))
     if index.dtype not in READ:
         raise RequestError(
             f"'{path}' holds {index.dtype}, as its index says; only uint16 and int32 are read, so write the ids again"
@@ -154,7 +159,7 @@ def _check_sequences(index: Index, path: Path, width: int) -> None:
         )
 
 
-def _index_of(path: Path) -> Path:
+def _beside(path: Path) -> Path:
     return path.with_suffix(".idx")
 
 
@@ -167,7 +172,7 @@ def _has_index(path: Path) -> bool:
     """Return whether this is a `.bin` with its index beside it."""
     if path.suffix != ".bin" or not path.is_file():
         return False
-    index = _index_of(path)
+    index = _beside(path)
     if not index.is_file():
         return False
     with index.open("rb") as file:
