@@ -35,6 +35,7 @@ from jaxdist.config.values import (
     Seed,
     Site,
     Stage,
+    TextTemplateText,
     WholeSeconds,
 )
 from jaxdist.process import exit_codes
@@ -166,6 +167,8 @@ class DataConfig(Section):
     """Validation data of the same kind, named as in path; none: a fraction of path is held out."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of path that is held out when there is no validation path."""
+    text: TextTemplateText = "text"
+    """Where the text of a JSON line is: a key, one inside another as a.b, or a template such as {title}: {body}."""
     dtype: IdType = "auto"
     """Type of the ids in a headerless .bin, little-endian; auto: uint32 if the content shows it, else uint16."""
     pack: Literal["cut", "best-fit"] = "cut"

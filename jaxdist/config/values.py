@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from jaxdist.config import rope_scaling
+from jaxdist.config import rope_scaling, text_template
 
 LONGEST_PATH = 4000
 """Bytes of the longest path. Linux accepts 4,095, and the files of a run have names of their own below its folder."""
@@ -160,6 +160,14 @@ def _rope_scaling(text: str) -> str:
         raise PydanticCustomError("rope_scaling", str(problem)) from None
 
 
+def _text_template(text: str) -> str:
+    try:
+        text_template.parse(text)
+    except ValueError as problem:
+        raise PydanticCustomError("text_template", str(problem)) from None
+    return text
+
+
 def _stop_texts(text: str) -> str:
     try:
         stop_texts(text)
@@ -224,6 +232,8 @@ FractionFloat32 = Annotated[float, Field(ge=0, lt=1), AfterValidator(_float32_be
 Resume = Annotated[str, AfterValidator(_auto_never_or_step), Suggested(["auto", "never"])]
 Checkpoint = Annotated[str, AfterValidator(_latest_best_or_step), Suggested(["latest", "best"])]
 RopeScalingText = Annotated[str, AfterValidator(_rope_scaling), Suggested(["none", "linear", "llama3", "yarn"])]
+TextTemplateText = Annotated[str, AfterValidator(_text_template)]
+"""A key, or a template of several: `text_template.parse` reads it."""
 NotOneBit = BeforeValidator(_not_one_bit)
 WeightDtype = Literal["", "float32", "bfloat16", "float16"]
 """The dtype of weights in a file; empty: the one that they come from."""

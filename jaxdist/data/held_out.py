@@ -22,7 +22,7 @@ from jaxdist.data.corpus import VERSION, identity, open_token_files, types
 from jaxdist.data.progress import Progress, unseen
 from jaxdist.data.readers.reader import Document, OnRead
 from jaxdist.data.rows import labelled
-from jaxdist.data.sources import Source, Split
+from jaxdist.data.sources import TEXT, Source, Split
 from jaxdist.data.token_store import open_store
 from jaxdist.data.tokens import Tokens
 from jaxdist.files import digest
@@ -91,13 +91,14 @@ def open_held_out(
     apart: bool = False,
     progress: Progress = unseen,
     dtype: IdType = "auto",
+    text: str = TEXT,
 ) -> HeldOut:
     """Return a file of any form that data.path takes as tokens of a model with `vocab` ids.
 
     Text is tokenized at the first call and later read from the cache. With `apart` the tokens know where documents end.
     Raises `RequestError` for a file without text, one that is not what its name says, and text without a tokenizer.
     """
-    source = Source.of(path)
+    source = Source.of(path, text=text)
     if source.holds_tokens:
         opened = _open_tokens(source, given, vocab, progress, dtype)
     else:

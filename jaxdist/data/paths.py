@@ -12,9 +12,10 @@ from jaxdist.data import magics
 from jaxdist.data.addresses import elsewhere
 from jaxdist.data.named_files import LISTS, NamedFiles, by_their_names, named_by, parts
 from jaxdist.data.readers import is_token_file, reader_of
+from jaxdist.data.readers.json_lines import JSON_LINES
 from jaxdist.data.readers.megatron import index_of
 from jaxdist.data.readers.reader import reading
-from jaxdist.data.sources import Source, Sources
+from jaxdist.data.sources import TEXT, Source, Sources
 from jaxdist.huggingface.tokenizer import folder_problem
 
 QUOTES = "[]'\" "
@@ -45,12 +46,18 @@ def open_sources(config: DataConfig) -> Sources:
     found += _pair_problems(config, training.files, held_out.files)
     if found:
         raise RequestError(*found)
-    source = _source(config.path, training) or Source.library()
+    source = _source(config.path, training, config.text) or Source.library()
     if not source.files:
         raise RequestError(f"'{source.name}' holds no source files of Python's library; set data.path to a text file")
     # Validation that is named is read instead of what is called so.
-    validation = _source(config.validation_path, held_out) or _source(None, by_name)
-    return Sources(source, validation, config.validation_fraction)
+    validation = _source(config.validation_path, held_out, config.text) or _source(None, by_name, config.text)
+    sources = Sources(source, validation, config.validation_fraction)
+    if config.text != TEXT and not any(file.reader == JSON_LINES for one in sources.all for file in one.files):
+        raise RequestError(
+            f"data.text is '{config.text}', but none of the data are JSON lines (.jsonl, .ndjson), which alone have "
+            "keys; leave it out"
+        )
+    return sources
 
 
 def paths_of(text: str | None) -> tuple[Path, ...]:
@@ -81,8 +88,8 @@ def _named(knob: str, text: str | None) -> NamedFiles:
         raise RequestError(f"{knob} '{text}' cannot be read ({error}); make it readable") from error
 
 
-def _source(text: str | None, named: NamedFiles) -> Source | None:
-    return Source.of(*named.files, name=text, left_out=named.others) if named.files else None
+def _source(name: str | None, named: NamedFiles, text: str) -> Source | None:
+    return Source.of(*named.files, name=name, left_out=named.others, text=text) if named.files else None
 
 
 def _problems(knob: str, text: str | None, named: NamedFiles) -> list[str]:

@@ -25,6 +25,9 @@ SMALLEST_BLOCK_BYTES = 256
 HELD_OUT_BLOCKS = 4
 """Number of blocks of a plain text that are held out at least, if the smallest block size allows it."""
 
+TEXT = "text"
+"""What data.text is by default; only another one is named in a digest."""
+
 Split = Iterator[tuple[bool, Document]]
 """Documents, each with whether it is held out."""
 
@@ -45,14 +48,16 @@ class Source:
     files: tuple[DataFile, ...]
     left_out: str = ""
     """Which other files lie beside them, in words; empty for none."""
+    text: str = TEXT
+    """Where the text of a row is, as data.text says it."""
     folder: Path | None = None
     """Of Python's own library, the folder below which the names of its files count."""
 
     @classmethod
-    def of(cls, *paths: Path, name: str | None = None, left_out: str = "") -> Source:
+    def of(cls, *paths: Path, name: str | None = None, left_out: str = "", text: str = TEXT) -> Source:
         """Return the source that reads these files in order. By default it is called by the first one."""
         files = tuple(DataFile(path, reader_of(path)) for path in paths)
-        return cls(name or str(paths[0]), files, left_out)
+        return cls(name or str(paths[0]), files, left_out, text)
 
     @classmethod
     def library(cls) -> Source:
@@ -123,6 +128,8 @@ class Source:
                 total.update(b"\0" + path.relative_to(self.folder).as_posix().encode())
             with reading(path), path.open("rb") as file:
                 total.update(_sha256(file, on_read))
+        if self.text != TEXT:
+            total.update(b"\0text\0" + self.text.encode())
         return total.hexdigest()
 
     def documents(self, fraction: float = 0.0, on_read: OnRead = unseen) -> Iterator[Document]:
@@ -140,7 +147,9 @@ class Source:
             assert isinstance(reader, TextReader), f"{reader.name} have no documents"
             with reading(path), path.open("rb") as file:
                 inside = decompressed(file, path, on_read)
-                yield from reader.documents(OpenFile(inside or file, path, unseen if inside else on_read, size))
+                yield from reader.documents(
+                    OpenFile(inside or file, path, unseen if inside else on_read, size, self.text)
+                )
 
 
 @dataclass(frozen=True)

@@ -377,6 +377,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "data.tokenizer": (text,),
     "data.validation_path": ALWAYS,
     "data.validation_fraction": (fraction_held_out,),
+    "data.text": (text,),
     "data.dtype": (text,),
     "data.pack": (text,),
     "data.augment": (images,),

@@ -85,7 +85,9 @@ def on_files(trained: Trained, job: Job, stride: int | None = None) -> Judgement
 
     def read() -> None:
         for path in paths_of(data.validation_path):
-            files.append(open_held_out(path, given, model.vocab, model.documents_apart, run.task.progress, data.dtype))
+            apart = model.documents_apart
+            opened = open_held_out(path, given, model.vocab, apart, run.task.progress, data.dtype, data.text)
+            files.append(opened)
 
     _read_first(trained, job, read)
     _tell(job, *(file.note for file in files))

@@ -103,7 +103,7 @@ def another(name: str) -> object:
     """A legal value of a knob that is not its default."""
     default, kind = KNOBS[name].default, KNOBS[name].annotation
     given = {"resume": "7", "mesh": "2x1x1", "train.epochs": 1.5, "model.rope_theta": 1e4}
-    given |= {"model.rope_scaling": "linear,factor=2", "model.lora_targets": "q_proj"}
+    given |= {"model.rope_scaling": "linear,factor=2", "model.lora_targets": "q_proj", "data.text": "content"}
     if name in given:
         return given[name]
     if get_origin(kind) is Annotated:
@@ -340,6 +340,7 @@ EDGES = {
     "fault.heartbeat_seconds": ([1, 31_536_000], [0, 31_536_001]),
     "fault.start_seconds": ([1, 31_536_000], [0, 31_536_001]),
     "cluster.process_id": ([-1, LARGEST], [-2, LARGEST + 1]),
+    "data.text": (["content", "a.b", "{a} {b}"], ["", "a..b", "{a", "{}"]),
     "parallel.zero": ([0, 1, 2, 3], [-1, 4]),
     "cluster.site": (["", "slurm", "zurich-2.a_b", "a" * 64], ["a b", "a/b", "ü", "a" * 65, "a\n"]),
     "resume": (["1", "auto", "never"], ["0", "-1", ""]),

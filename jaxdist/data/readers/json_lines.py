@@ -1,4 +1,4 @@
-"""Read JSON lines: an object with a string "text" on each line.
+"""Read JSON lines: an object on each line, with its text at "text", or where data.text says.
 
 Nothing else on a line is looked at: it may hold numbers of any length, and NaN, which Python and pandas write.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import RequestError
+from jaxdist.config.text_template import TextTemplate, parse
 from jaxdist.data.compressed import ending_of, plain
 from jaxdist.data.readers.reader import Document, OnRead, OpenFile, TextReader, unseen
 from jaxdist.files.json_files import is_unicode
@@ -46,8 +47,9 @@ LINE = json.JSONDecoder(parse_int=_number)
 
 def json_lines(opened: OpenFile) -> Iterator[Document]:
     """Yield a document per line, skipping blank lines and empty texts. Needs the memory of the longest line."""
+    template = parse(opened.text)
     for number, line in lines_of(opened.file, opened.on_read):
-        text = _text_of_line(line, f"line {number} of '{opened.path}'")
+        text = _text_of_line(line, f"line {number} of '{opened.path}'", template)
         if text:
             yield Document(text, True)
 
@@ -73,25 +75,40 @@ def value_of(line: bytes, where: str, remedy: str) -> Any:
         raise RequestError(f"{where} is not JSON (its values are nested too deeply); {remedy}") from error
 
 
-def _text_of_line(line: bytes, where: str) -> str:
-    """Return the "text" of a JSON line. Raises `RequestError` if there is none."""
+def _text_of_line(line: bytes, where: str, template: TextTemplate) -> str:
+    """Return the text of a JSON line. Raises `RequestError` if there is none."""
     row = value_of(line, where, TEXT_ROW)
     if not isinstance(row, dict):
         raise RequestError(f'{where} has {KINDS[type(row)]}; write an object with a string "text" on each line')
-    if "text" not in row:
-        names = sorted(row)
-        more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return template.filled([_string(row, key, where) for key in template.keys])
+
+
+def _string(row: dict[str, Any], key: str, where: str) -> str:
+    """Return the string at a key of a row, or at a key inside others."""
+    value: Any = row
+    # A key may have dots in it.
+    for part in [key] if key in row else key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise RequestError(f"{where} {_lacks(row, key)}")
+        value = value[part]
+    if not isinstance(value, str):
         raise RequestError(
-            f'{where} has the keys {names[:NAMED]}{more}; write an object with a string "text" on each line'
+            f'{where} has {KINDS[type(value)]} as its "{key}"; write a string there, or leave the line out'
         )
-    text = row["text"]
-    if not isinstance(text, str):
-        raise RequestError(
-            f'{where} has {KINDS[type(text)]} as its "text"; write a string there, or leave the line out'
-        )
-    if not is_unicode(text):
+    if not is_unicode(value):
         raise RequestError(f"{where} has half of a surrogate pair (\\ud800 to \\udfff), which is not text; remove it")
-    return text
+    return value
+
+
+def _lacks(row: dict[str, Any], key: str) -> str:
+    names = sorted(row)
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    if key == "text":
+        return (
+            f'has the keys {names[:NAMED]}{more}; write an object with a string "text" on each line, or name the key '
+            "of the text by data.text"
+        )
+    return f'has the keys {names[:NAMED]}{more}, and data.text names "{key}"; name one of these, or add it'
 
 
 def _takes(path: Path) -> bool:
@@ -104,7 +121,7 @@ def _holds_lines(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             line = plain(file, path).readline(LONGEST_FIRST)
-        _text_of_line(line.removeprefix(MARK), "the first line")
+        _text_of_line(line.removeprefix(MARK), "the first line", parse("text"))
     except RequestError:
         return False
     return True

@@ -11,7 +11,7 @@ from jaxdist.data.readers.reader import Document, OpenFile, TextReader
 
 def blocks(opened: OpenFile) -> Iterator[Document]:
     """Yield blocks of about `opened.block` bytes cut at line ends; a longer line is cut between two characters."""
-    file, path, on_read, size = opened
+    file, path, on_read, size = opened.file, opened.path, opened.on_read, opened.block
     place = 0
     block = file.read(size)
     while block:

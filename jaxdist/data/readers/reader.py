@@ -51,6 +51,8 @@ class OpenFile(NamedTuple):
     on_read: OnRead
     block: int
     """Bytes of the pieces into which a reader cuts a text that does not say where its documents end."""
+    text: str = "text"
+    """Where the text of a row is, as data.text says it."""
 
 
 def count_documents(root: Path, documents: int) -> str:

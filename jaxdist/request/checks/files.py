@@ -19,17 +19,19 @@ BYTE_LEVEL_VOCAB = 257
 """Fewest entries of a byte-level tokenizer: one for each byte, and the end-of-text token."""
 
 
-@check("model.family", "data.path", "data.tokenizer", "data.validation_path")
+@check("model.family", "data.path", "data.tokenizer", "data.validation_path", "data.text")
 def _files(config: Config) -> Iterator[str]:
+    data = config.data
+    named = data.path or data.tokenizer or data.validation_path or data.text != "text"
     # Images are checked when they are opened.
-    if config.model.images or not (config.data.path or config.data.tokenizer or config.data.validation_path):
+    if config.model.images or not named:
         return
 
     # This module reads only the first bytes of the files, and does not import numpy.
     from jaxdist.data.paths import open_sources
 
     try:
-        open_sources(config.data)
+        open_sources(data)
     except RequestError as error:
         yield from error.problems
 
