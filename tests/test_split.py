@@ -188,5 +188,7 @@ def test_a_candidate_of_a_search_is_split_and_laid_out_once(monkeypatch):
     asked = Config(mesh="data=2,model=2,pipeline=2", precision="bfloat16", train=TrainConfig(global_batch_size=64))
     model = models.build(asked.model)
     calls = counted(monkeypatch, (Split, "__init__"), (sharded_model, "lay_out"), (sharded_model, "pipeline_of"))
-    estimate(asked, model, cluster("h100-ndr"))
+    found = estimate(asked, model, cluster("h100-ndr"))
+    assert found.memory.total > 0
+    assert found.seconds > 0
     assert calls == {"__init__": 1, "lay_out": 1, "pipeline_of": 1}

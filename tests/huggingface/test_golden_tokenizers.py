@@ -67,7 +67,7 @@ def test_a_document_has_the_ids_of_transformers_before_its_eos(tmp_path, name, w
     path.write_text(lines(*(entry["text"] for entry in texts)))
     found = open_(path=path, tokenizer=folder, validation_fraction=0.5, vocab=400, sequence=4)
     eos = read_tokenizer(folder).special.eos
-    for tokens, first in ((found.train, 0), (found.validation, 1)):
+    for tokens, first in ((found.train.tokens, 0), (found.validation.tokens, 1)):
         after = [] if eos is None else [eos]
         assert tokens.ids.tolist() == [token for entry in texts[first::2] for token in [*once(entry, which), *after]]
 

@@ -11,6 +11,7 @@ from jax.extend.core import jaxprs_in_params
 from jaxdist import models
 from jaxdist.config import OptimizerConfig
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
+from jaxdist.models import Stack
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.parallel.placement import Placement
 from jaxdist.parallel.placing import ZeroOptions
@@ -121,7 +122,9 @@ def test_layers_and_places_have_masks_of_their_own():
 
     forward = setup.forward
     embed = lambda w, tokens, inputs: block(None, jnp.zeros((2, 3, 4)), inputs)[0]
-    forward.model = SimpleNamespace(period=1, block=block, embed=embed, cast=lambda params, dtype: params)
+    forward.model = SimpleNamespace(
+        stacks=[Stack("", 0, range(1), {})], block=block, embed=embed, cast=lambda params, dtype: params
+    )
     with jax.disable_jit():
         tokens, keys = jnp.zeros((1, 2, 3), int), jax.random.split(jax.random.key(0))[None]
         forward.places = {"blocks": {"w": Placement(*4 * [jax.P()])}}
