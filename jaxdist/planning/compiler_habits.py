@@ -109,7 +109,8 @@ def _once_for_all_ticks(sent: Sent) -> Count:
 
 def _once_for_segments_of_a_tick(sent: Sent) -> Count:
     pipe = sent.step.pipe
-    if pipe is None or not _layers_in_no_loop(sent):
+    # Of the rest of a period, no program for GPUs has been looked at.
+    if pipe is None or not _layers_in_no_loop(sent) or pipe.stages.depth > 1:
         return sent.transfer.calls
     backward = not (sent.parameter and sent.parameter.forward_only)
     lengths = [end - first for first, end, slots in pipe.table.segments if "F" in slots or backward]
@@ -220,12 +221,12 @@ CORRECTIONS = (
         "XLA:CPU gathers its weights once",
     ),
     Correction(
-        name="layers of a chunk in no loop, single ticks",
+        name="a chunk of one layer, single ticks",
         platforms=("gpu",),
         since="0.10",
         calls=_once_for_segments_of_a_tick,
-        reason="XLA:GPU gathers the weights of a rank's only layer, or of one that is left over of a period, once in "
-        "every turn of a loop over ticks, and once for all segments of a single tick, which are no loops",
+        reason="XLA:GPU gathers the weights of a rank's only layer once in every turn of a loop over ticks, and once "
+        "for all segments of a single tick, which are no loops",
     ),
     Correction(
         name="the last message",

@@ -48,7 +48,7 @@ EXAMPLES = {
     "weights of all groups": config("4x1x1", 4, GPT, ParallelConfig(**OUTSIDE)),
     "sums of all groups": config("2x2x1", 4, GPT, ParallelConfig(sequence=True, **OUTSIDE | {"zero": 2})),
     "layers of a chunk in no loop, all ticks": pipeline("2x1x2", zero=3, layers=2),
-    "layers of a chunk in no loop, single ticks": pipeline("2x1x2", zero=3, layers=2),
+    "a chunk of one layer, single ticks": pipeline("2x1x2", zero=3, layers=2),
     "the last message": pipeline("1x1x2", microbatches=1, rows=4),
     "ticks that embed nothing": pipeline("1x2x2", microbatches=1, rows=4, remat="none"),
     "positions with tokens": config("1x4x1", 1, changed(GPT, documents="apart"), ParallelConfig(sequence=True)),
