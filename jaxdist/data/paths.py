@@ -52,12 +52,32 @@ def open_sources(config: DataConfig) -> Sources:
     # Validation that is named is read instead of what is called so.
     validation = _source(config.validation_path, held_out, config.text) or _source(None, by_name, config.text)
     sources = Sources(source, validation, config.validation_fraction)
+    unused = _without_effect(config, sources)
+    if unused:
+        raise RequestError(*unused)
+    return sources
+
+
+def _without_effect(config: DataConfig, sources: Sources) -> list[str]:
+    """Return a sentence for each knob that these data do not use."""
+    problems = []
     if config.text != TEXT and not any(file.reader == JSON_LINES for one in sources.all for file in one.files):
-        raise RequestError(
+        problems.append(
             f"data.text is '{config.text}', but none of the data are JSON lines (.jsonl, .ndjson), which alone have "
             "keys; leave it out"
         )
-    return sources
+    if config.dtype != "auto" and not sources.training.holds_tokens:
+        problems.append(
+            f"data.dtype is {config.dtype}, but '{sources.name}' is text, whose tokens have the type that model.vocab "
+            "needs; leave it out"
+        )
+    default = DataConfig.model_fields["validation_fraction"].default
+    if sources.held_out and not config.validation_path and config.validation_fraction != default:
+        problems.append(
+            f"data.validation_fraction is {config.validation_fraction:g}, but '{sources.held_out.name}' is the "
+            "validation data by its name; leave it out, or name the files to train on with commas between them"
+        )
+    return problems
 
 
 def paths_of(text: str | None) -> tuple[Path, ...]:

@@ -110,6 +110,12 @@ BAD = [
         {"path": "a.txt", "validation_path": "b.txt,a.txt"},
         ["data.path and data.validation_path are the same file, 'a.txt'"],
     ),
+    ({"a.txt": POEM}, {"path": "a.txt", "dtype": "uint32"}, ["data.dtype is uint32, but 'a.txt' is text", "leave it"]),
+    (
+        {"d/train.bin": ids(*range(99)), "d/val.bin": ids(*range(99))},
+        {"path": "d", "validation_fraction": 0.2},
+        ["data.validation_fraction is 0.2, but 'd/val.bin' is the validation data by its name"],
+    ),
     (
         {},
         {"path": "a.txt", "validation_path": "b.txt", "tokenizer": "t.json"},
@@ -148,10 +154,12 @@ def test_data_that_are_elsewhere_are_named_as_they_were_written(write, tmp_path,
 def test_mistakes_are_named_with_values_and_remedy(write, tmp_path, monkeypatch, files, knobs, sentences):
     monkeypatch.chdir(tmp_path)
     for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         save_tokenizer(tmp_path / name) if content is None else write(name, content)
-    paths = {name: Path(value) for name, value in knobs.items() if name not in ("vocab", "apart")}
+    paths = {name: Path(value) for name, value in knobs.items() if name in ("path", "validation_path", "tokenizer")}
+    others = {name: value for name, value in knobs.items() if name in ("dtype", "validation_fraction")}
     with pytest.raises(RequestError) as raised:
-        open_(vocab=knobs.get("vocab", VOCAB), apart=knobs.get("apart", False), **paths)
+        open_(vocab=knobs.get("vocab", VOCAB), apart=knobs.get("apart", False), **paths, **others)
     for sentence in sentences:
         assert sentence in str(raised.value)
     assert not list((tmp_path / "cache").glob("*.*")), "a half-made folder is left"
