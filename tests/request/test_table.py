@@ -100,6 +100,7 @@ OF_COMMAND = {
     ("launch slurm", "cluster.site"): "empty",  # or slurm: one word would be that of all tasks
     **{("evaluate", f"data.{name}"): "word negative zero huge nan unicode fifo folder binary" for name in
        ("path", "tokenizer")},  # looked at when the run's own model is known
+    ("evaluate", "data.text"): "word negative zero huge long nan unicode nul fifo folder binary",  # likewise
     ("evaluate", "data.validation_path"): "binary",  # is read alone; elsewhere it needs data.path beside it
     **{(command, "optimizer.warmup"): "zero huge" for command in ("explain", "plan", "bench step", "bench scaling")},
     # They have no local steps, whose outer step alone uses it.
