@@ -185,16 +185,30 @@ def document_lengths(
     tokens: Tokens, special: SpecialTokens, progress: Progress = unseen
 ) -> Int[np.ndarray, " documents"]:
     """Return the number of tokens of each document, with its BOS and EOS. One pass over the tokens."""
+    return np.concatenate([np.zeros(0, np.int64), *lengths_in_order(tokens, special, progress)])
+
+
+def lengths_in_order(
+    tokens: Tokens, special: SpecialTokens, progress: Progress = unseen
+) -> Iterator[Int[np.ndarray, " documents"]]:
+    """Yield the same a few documents at a time: those that end in the same `CHUNK` tokens."""
     finding = Pass(progress, "finding documents", tokens.length * _width(tokens))
-    borders = [np.zeros(1, np.int64)]
+    begin = 0
     for start in range(0, tokens.length, CHUNK):
         ids = tokens.read(start, min(start + CHUNK, tokens.length))
+        borders = [np.zeros(0, np.int64)]
         for token, behind in ((special.bos, 0), (special.eos, 1)):
             if token is not None:
                 borders.append(start + np.flatnonzero(ids == token) + behind)
         finding.read(ids.nbytes)
-    # The end of a document and the beginning of the next one are the same border.
-    return np.diff(np.unique(np.concatenate([*borders, [tokens.length]])))
+        # The end of a document and the beginning of the next one are the same border.
+        found = np.unique(np.concatenate(borders))
+        found = found[found > begin]
+        if found.size:
+            yield np.diff(found, prepend=begin)
+            begin = int(found[-1])
+    if begin < tokens.length:
+        yield np.array([tokens.length - begin])
 
 
 def _width(tokens: Tokens) -> int:

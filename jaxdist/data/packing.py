@@ -66,9 +66,12 @@ def pieces(
     return np.repeat(starts, count) + before, np.minimum(np.repeat(lengths, count) - before, sequence)
 
 
-def cut_in_stream(lengths: Int[np.ndarray, " documents"], sequence: int) -> int:
-    """Return how many documents are cut where rows are cut every `sequence` tokens from one stream of them."""
-    stops = np.cumsum(lengths)
+def cut_in_stream(lengths: Int[np.ndarray, " documents"], sequence: int, start: int = 0) -> int:
+    """Return how many documents are cut where rows are cut every `sequence` tokens from one stream of them.
+
+    The first one starts at token `start` of the stream.
+    """
+    stops = start + np.cumsum(lengths)
     return int(((stops - lengths) // sequence != (stops - 1) // sequence).sum())
 
 

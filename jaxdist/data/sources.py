@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
@@ -13,7 +13,17 @@ from typing import NamedTuple
 from jaxdist.data.compressed import decompressed, text_size
 from jaxdist.data.readers import reader_before, reader_of
 from jaxdist.data.readers.python_library import PYTHON_LIBRARY, library_files, library_folder
-from jaxdist.data.readers.reader import Document, OnRead, OpenFile, Reader, TextReader, TokenReader, reading, unseen
+from jaxdist.data.readers.reader import (
+    Document,
+    OnRead,
+    OpenFile,
+    Reader,
+    TextReader,
+    TokenReader,
+    reading,
+    uncounted,
+    unseen,
+)
 from jaxdist.files import blocks, digest
 
 BLOCK_BYTES = 64 << 10
@@ -132,11 +142,13 @@ class Source:
             total.update(b"\0text\0" + self.text.encode())
         return total.hexdigest()
 
-    def documents(self, fraction: float = 0.0, on_read: OnRead = unseen) -> Iterator[Document]:
+    def documents(
+        self, fraction: float = 0.0, on_read: OnRead = unseen, on_empty: Callable[[], None] = uncounted
+    ) -> Iterator[Document]:
         """Yield the documents in order.
 
-        `fraction` is the part that will be held out; `on_read` is called with the numbers of bytes as they are read.
-        Raises `RequestError` naming the line or byte of an error.
+        `fraction` is the part that will be held out; `on_read` is called with the numbers of bytes as they are read,
+        and `on_empty` for each text that is empty. Raises `RequestError` naming the line or byte of an error.
         """
         size = BLOCK_BYTES
         if fraction:
@@ -148,7 +160,7 @@ class Source:
             with reading(path), path.open("rb") as file:
                 inside = decompressed(file, path, on_read)
                 yield from reader.documents(
-                    OpenFile(inside or file, path, unseen if inside else on_read, size, self.text)
+                    OpenFile(inside or file, path, unseen if inside else on_read, size, self.text, on_empty)
                 )
 
 

@@ -52,6 +52,8 @@ def json_lines(opened: OpenFile) -> Iterator[Document]:
         text = _text_of_line(line, f"line {number} of '{opened.path}'", template)
         if text:
             yield Document(text, True)
+        else:
+            opened.on_empty()
 
 
 def lines_of(file: BufferedReader, on_read: OnRead = unseen) -> Iterator[tuple[int, bytes]]:

@@ -40,6 +40,8 @@ def _whole_file(opened: OpenFile) -> Iterator[Document]:
     # Many an __init__.py is empty.
     if content:
         yield Document(content.decode("utf-8", errors="replace"), True)
+    else:
+        opened.on_empty()
 
 
 def _describe(root: Path, documents: int) -> str:

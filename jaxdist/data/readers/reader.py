@@ -23,6 +23,10 @@ def unseen(count: int) -> None:
     """Ignore the bytes that are read."""
 
 
+def uncounted() -> None:
+    """Ignore a text that is empty."""
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn an `OSError` from reading the data at `path` into a `RequestError`."""
@@ -53,6 +57,8 @@ class OpenFile(NamedTuple):
     """Bytes of the pieces into which a reader cuts a text that does not say where its documents end."""
     text: str = "text"
     """Where the text of a row is, as data.text says it."""
+    on_empty: Callable[[], None] = uncounted
+    """Is called for each text that is empty, which is no document."""
 
 
 def count_documents(root: Path, documents: int) -> str:

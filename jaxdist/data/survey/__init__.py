@@ -1,0 +1,1 @@
+"""Look at data before a training: files, documents, lengths, duplicates, samples, and what would be refused."""
