@@ -18,11 +18,12 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
 from jaxdist.config.values import IdType
-from jaxdist.data.corpus import VERSION, identity, open_token_files, types
 from jaxdist.data.progress import Progress, unseen
 from jaxdist.data.readers.reader import Document, OnRead
 from jaxdist.data.rows import labelled
 from jaxdist.data.sources import TEXT, Source, Split
+from jaxdist.data.streams import VERSION, identity
+from jaxdist.data.token_files import open_token_files, types
 from jaxdist.data.token_store import open_store
 from jaxdist.data.tokens import Tokens
 from jaxdist.files import digest

@@ -14,7 +14,7 @@ from jaxtyping import Int
 from jaxdist.data.number_file import NumberFile
 from jaxdist.data.packing import WINDOW, Plan, cut_in_stream, plan
 from jaxdist.data.progress import Pass, Progress, unseen
-from jaxdist.data.rows import CutRows, TokenRows, document_starts
+from jaxdist.data.rows import Lack, TokenRows, document_starts
 from jaxdist.data.token_cache import open_cache
 from jaxdist.data.tokens import CHUNK, IGNORED, Tokens
 from jaxdist.files import digest
@@ -112,6 +112,15 @@ class PackedRows(TokenRows):
             return {"tokens": ids, "labels": labels}
         return {"tokens": ids, "labels": labels, "starts": document_starts(ends)}
 
+    def lack(self) -> Lack | None:
+        """Return how many documents there are, where none has a token to predict."""
+        if self.packed.predicts:
+            return None
+        return Lack(
+            f"{self.packed.documents} documents of at most one token each, and nothing to predict in them",
+            "give more data",
+        )
+
     def unigram_entropy(self) -> float:
         """Return the entropy of all tokens."""
         return self.tokens.unigram_entropy()
@@ -138,10 +147,6 @@ class PackedRows(TokenRows):
     @cached_property
     def _pieces(self) -> NumberFile:
         return NumberFile(self.folder / PIECES, "int64")
-
-
-StreamRows = CutRows | PackedRows
-"""Rows of one stream of tokens."""
 
 
 def open_packed(tokens: Tokens, sequence: int, special: SpecialTokens, name: str, progress: Progress) -> PackedRows:

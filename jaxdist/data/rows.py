@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxdist.data.tokens import IGNORED, Tokens
+
+
+class Lack(NamedTuple):
+    """Why there is nothing to learn from rows."""
+
+    what: str
+    """What there is instead, as the end of "the data has"."""
+    remedy: str
 
 
 class TokenRows(ABC):
@@ -32,6 +41,10 @@ class TokenRows(ABC):
 
         A row of -1 is padding: its tokens are 0, and none has a label.
         """
+
+    @abstractmethod
+    def lack(self) -> Lack | None:
+        """Return why there is nothing to learn from these rows; None where there is."""
 
     @abstractmethod
     def unigram_entropy(self) -> float:
@@ -71,6 +84,16 @@ class CutRows(TokenRows):
         windows = np.zeros((numbers.size, self.sequence + 1), np.int32)
         windows[numbers >= 0] = self.windows(numbers[numbers >= 0])
         return labelled(windows, numbers[:, None] >= 0, self.tokens)
+
+    def lack(self) -> Lack | None:
+        """Return how many tokens there are, where they do not fill a row."""
+        if self.count:
+            return None
+        return Lack(
+            f"{self.tokens.length} tokens and one row needs {self.sequence + 1} (model.sequence {self.sequence} and "
+            "the token after it)",
+            "give more data, or lower model.sequence",
+        )
 
     def unigram_entropy(self) -> float:
         """Return the entropy of all tokens, also of those that fill no row."""

@@ -7,8 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from jaxdist.config import DataConfig, RequestError
-from jaxdist.data import corpus as corpus_module
-from jaxdist.data import sources, token_store, tokenizing
+from jaxdist.data import sources, streams, token_store, tokenizing
 from jaxdist.data.corpus import ENDS, open_corpus
 from jaxdist.data.readers import python_library
 from jaxdist.data.readers.reader import Document
@@ -177,7 +176,7 @@ def test_tokens_keep_the_tokenizer_for_later(write, tmp_path):
 def test_a_second_opening_reads_the_cache(write, monkeypatch):
     path = write("a.txt", POEM)
     first = open_(path=path)
-    monkeypatch.setattr(corpus_module, "train_tokenizer", None)
+    monkeypatch.setattr(streams, "train_tokenizer", None)
     monkeypatch.setattr(token_store, "write_parts", None)
     assert open_(path=path) == first
     moved = path.rename(path.with_name("b.txt"))
