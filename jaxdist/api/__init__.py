@@ -24,6 +24,7 @@ from jaxdist.api.request import (
     layout_of,
     rows_of,
     to_be_split,
+    unruled,
     unsplit,
 )
 from jaxdist.cluster import runtime, xla_options
@@ -70,7 +71,9 @@ def parallelize(
     * Any `nnx.Module` (a Linen one through `nnx.bridge.ToNNX`) gets data parallelism over `replica` and `data`, and
       ZeRO 0 to 3. It is made by `model_fn(rngs)`; batch norm, dropout and tied weights work as on one device.
     * A module whose parameters have `axes` in their metadata, a name for each dim, gets tensor parallelism: `rules`
-      maps names to mesh axes, `{"mlp": ("model",)}`.
+      maps names to mesh axes, `{"mlp": ("model",)}`. Flax's own annotations (`out_sharding`, `with_partitioning`,
+      `with_logical_partitioning`) are such names too; where they name `model` or `expert`, or Flax has rules for them,
+      they need no rule here.
     * A module that offers `embed(batch)`, `blocks` made by `jaxdist.stack`, and `head(x, batch)` gets pipelines, with
       `accumulation` micro-batches, `loss_fn=jaxdist.staged` and scope "rows".
 
@@ -101,7 +104,8 @@ def parallelize(
     between steps.
 
     Raises `ValueError` for impossible requests, before anything compiles. Warns where ZeRO leaves more than 10 % of the
-    parameters whole because no dim divides by `data`; `print` of the result names all such parameters.
+    parameters whole because no dim divides by `data`, and where no rule says what splits a name of Flax's annotations;
+    `print` of the result says both.
     """
     check_values(mesh, zero, precision, accumulation, scope, shard, rules, wrt)
     foreign.check_call("loss_fn", loss_fn, ("module", "batch"))
@@ -125,12 +129,18 @@ def parallelize(
         forward = ModulePipelineForward(model, layout, stages, schedule, accumulation, dtype, options)
     else:
         forward = ModuleForward(model, loss_fn, layout, scope, dtype, options)
-    note = _note_unsplit(layout, forward, split) if zero else ""
+    notes = [_note_unsplit(layout, forward, split) if zero else ""]
+    without_rule = unruled(layout, model, rules or {})
+    if without_rule:
+        warnings.warn(without_rule, stacklevel=2)
+        notes.append(without_rule)
     places = trained(forward.places, forward.places)
     rule = on_shards(optimizer, places, part_of(forward.abstract, places))
     step = Step(forward, rule, keep=precision == "mixed")
     compiler_options = xla_options.options_for(device_mesh, sequence=bool(layout.sequence_parallel))
-    return Parallel(Engine(device_mesh, layout, step, compiler_options), model, accumulation, note)
+    return Parallel(
+        Engine(device_mesh, layout, step, compiler_options), model, accumulation, "; ".join(filter(None, notes))
+    )
 
 
 def _note_unsplit(layout: Layout, forward: Forward, split: Params) -> str:
@@ -145,7 +155,7 @@ class Parallel:
     """A module, its loss and its optimizer on a mesh. Made by `parallelize`."""
 
     def __init__(self, engine: Engine, model: Foreign, accumulation: int, note: str):
-        """`note` is a sentence on the parameters that ZeRO leaves whole, or empty."""
+        """`note` says which parameters ZeRO leaves whole, and which names no rule splits; or it is empty."""
         self.mesh = engine.mesh
         self.layout = engine.layout
         self.accumulation = accumulation

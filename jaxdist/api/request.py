@@ -11,12 +11,12 @@ import numpy as np
 
 from jaxdist.config import nearest
 from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, PARAMETER_AXES, PIPELINE, SEQUENCE_AXES, MeshShape
-from jaxdist.models import Params
+from jaxdist.models import Params, dim_names
 from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import counted, remedy, to
 from jaxdist.parallel.placing import Wrt, group, is_axes
 from jaxdist.planning import layout_notes, parameter_layout
-from jaxdist.sharding import BATCH, STAGES, STEERED, Layout, LogicalAxes, Rules, Tree, name_of, named
+from jaxdist.sharding import BATCH, LAYERS, STAGES, STEERED, Layout, LogicalAxes, Rules, Tree, name_of, named
 from jaxdist.training.forward.module import Scope
 from jaxdist.training.forward.step import Forward
 
@@ -114,12 +114,14 @@ def layout_of(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scop
     """Return the layout of a module on a mesh. Raises `ValueError` where a mesh axis would split nothing."""
     axes_of_parameters = jax.tree.leaves(model.axes, is_leaf=is_axes)
     names = {name for axes in axes_of_parameters for name in axes if name}
+    given = rules
+    rules = model.annotations.completed(rules)
     if BATCH in {*names, *rules}:
         raise ValueError(f"'{BATCH}' names the rows, which {' and '.join(BATCH_AXES)} split; rename the axis")
     if STEERED in {*names, *rules}:
         raise ValueError(f"'{STEERED}' names numbers that have no gradient; rename the axis")
     always = {BATCH: BATCH_AXES, STAGES: (PIPELINE,)}
-    layout = Layout.on(mesh, {**always, **rules}, names={*names, *always})
+    layout = Layout.on(mesh, {**always, **rules}, names={*names, *model.annotations.parts, *always})
     for name, axes in rules.items():
         wrong = set(axes) - set(PARAMETER_AXES)
         if wrong:
@@ -127,13 +129,15 @@ def layout_of(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scop
                 f"rules split {name} over {' and '.join(sorted(wrong))}, which parameters cannot be split over by a "
                 f"rule; use {' or '.join(PARAMETER_AXES)} (zero=3 splits parameters over {DATA})"
             )
-    _check_dims(layout, model)
+    _check_dims(layout, model, given)
     used = {axis for name in names for axis in layout.split(name)}
     for axis in PARAMETER_AXES:
         if mesh.shape[axis] > 1 and axis not in used:
+            unruled = sorted(model.annotations.names - rules.keys() - {LAYERS})
+            named = f"no rule says what splits {', '.join(unruled)}; give" if unruled else "give parameters `axes`, and"
             raise ValueError(
-                f"{axis}={mesh.shape[axis]} splits nothing: give parameters `axes`, and rules such as "
-                f"{{'{_example(axis)}': ('{axis}',)}}; or set {axis} to 1"
+                f"{axis}={mesh.shape[axis]} splits nothing: {named} rules such as "
+                f"{{'{unruled[0] if unruled else _example(axis)}': ('{axis}',)}}; or set {axis} to 1"
             )
     if used and scope != "batch":
         raise ValueError(
@@ -147,17 +151,33 @@ def _example(axis: str) -> str:
     return "mlp" if axis in LAYER_AXES else "experts"
 
 
-def _check_dims(layout: Layout, model: Foreign) -> None:
-    """Raise `ValueError` for a dim that the rules split and that does not divide."""
+def unruled(layout: Layout, model: Foreign, rules: Rules) -> str:
+    """Return a sentence on names in Flax's annotations that no rule splits, where the mesh could split them, or ""."""
+    axis = next((axis for axis in PARAMETER_AXES if layout.size(axis) > 1), None)
+    if axis is None:
+        return ""
+    sizes: dict[str, set[int]] = {}
+    axes_of_parameters = jax.tree.leaves(model.axes, is_leaf=is_axes)
+    for a, axes in zip(jax.tree.leaves(model.abstract), axes_of_parameters, strict=True):
+        for size, name in zip(a.shape, axes, strict=True):
+            sizes.setdefault(name or "", set()).add(size)
+    return dim_names.unruled(model.annotations, model.annotations.completed(rules), sizes, axis, layout.size(axis))
+
+
+def _check_dims(layout: Layout, model: Foreign, given: Rules) -> None:
+    """Raise `ValueError` for a dim that the rules, `given` or of Flax, split and that does not divide."""
     arrays = jax.tree.leaves_with_path(model.abstract)
     axes_of_parameters = jax.tree.leaves(model.axes, is_leaf=is_axes)
     for (path, a), axes in zip(arrays, axes_of_parameters, strict=True):
         for size, name in zip(a.shape, axes, strict=True):
             if size % layout.parts(name):
                 over = " x ".join(f"{axis}={layout.size(axis)}" for axis in layout.split(name))
+                whole = (
+                    f"leave '{name}' out of the rules" if name in given else f"keep it whole by rules={{'{name}': ()}}"
+                )
                 raise ValueError(
                     f"{name_of(path)} {a.shape} has a dim '{name}' of {size}, which does not divide by {over}; give it "
-                    f"a size that does, or leave '{name}' out of the rules"
+                    f"a size that does, or {whole}"
                 )
 
 

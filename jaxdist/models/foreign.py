@@ -15,9 +15,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
-from jaxdist.models import effects
+from jaxdist.models import dim_names, effects
+from jaxdist.models.dim_names import Annotations
 from jaxdist.parallel.foreign import Agreement
-from jaxdist.sharding import LAYERS, LogicalAxes, Params, Tree, named
+from jaxdist.sharding import Params, Tree, named
 
 LossFunction = Callable[..., Any]
 """`loss_fn(module, batch)`, or with a third argument named `train`. Returns a mean over the rows of `batch`, or
@@ -40,15 +41,18 @@ class Foreign:
     abstract: Params
     """Shape and dtype of every parameter."""
     axes: Params
-    """Logical axes of every parameter, from metadata `axes`; None for a dim that has none."""
+    """Logical axes of every parameter, from metadata `axes` or Flax's annotations; None for a dim that has none."""
     variables: Params
     """Shape and dtype of batch statistics, keys and counts of random numbers, and the like."""
     agreements: Params
     """How devices that have called the module on their own rows agree on each of the variables."""
+    annotations: Annotations
+    """Which of these axes Flax's annotations name."""
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """Return (parameters, variables) of a module made with `nnx.Rngs(key)`."""
-        module = self.make(nnx.Rngs(key))
+        with dim_names.as_names():
+            module = self.make(nnx.Rngs(key))
         return effects.params_of(module), effects.variables_of(module)
 
     def merge(self, params: Params, variables: Params, train: bool) -> nnx.Module:
@@ -91,7 +95,11 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Modu
     no parameters or some that cannot be trained.
     """
     check_call("model_fn", make, ("rngs",))
-    module = nnx.eval_shape(lambda: _module(make(nnx.Rngs(0))))
+    with dim_names.as_names():
+        module = nnx.eval_shape(lambda: _module(make(nnx.Rngs(0))))
+    found = dim_names.read(_variables(module, nnx.Param))
+    axes = jax.tree.map(dim_names.axes_of, nnx.state(module, nnx.Param), is_leaf=_is_variable)
+    dim_names.remove(_variables(module, nnx.Variable))
     _decide_modes(module)
     # Without what `prepare` sets: evaluation calls the module on all rows, where no mesh axis has a name.
     evaluated = nnx.clone(module)
@@ -107,7 +115,6 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Modu
             raise ValueError(
                 f"parameter {name} is of {a.dtype}, which cannot be trained; make it an nnx.Variable, or use floats"
             )
-    axes = jax.tree.map(_axes, nnx.state(module, nnx.Param), is_leaf=_is_variable)
     agreements = jax.tree.map(_agreement, nnx.state(module, nnx.Not(nnx.Param)), is_leaf=_is_variable)
     return Foreign(
         make,
@@ -117,7 +124,13 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Modu
         nnx.to_pure_dict(axes),
         variables,
         nnx.to_pure_dict(agreements),
+        found,
     )
+
+
+def _variables(module: nnx.Module, kind: type[nnx.Variable]) -> list[nnx.Variable]:
+    """Return the variables of this kind that a module holds."""
+    return jax.tree.leaves(nnx.state(module, kind), is_leaf=_is_variable)
 
 
 def _check_arrays(module: nnx.Module) -> None:
@@ -222,14 +235,6 @@ def _agreement(variable: nnx.Variable | jax.ShapeDtypeStruct) -> Agreement:
     if isinstance(variable, nnx.BatchStat) and jnp.issubdtype(variable.dtype, jnp.floating):
         return "mean"
     return "same"
-
-
-def _axes(p: nnx.Variable) -> LogicalAxes:
-    """Return the logical axes of a parameter; dims that stacking has put before those that are named are layers."""
-    named = p.get_metadata().get("axes", (None,) * p.ndim)
-    if len(named) > p.ndim:
-        raise ValueError(f"a parameter of shape {p.shape} has {len(named)} logical axes {named}; name one for each dim")
-    return (LAYERS,) * (p.ndim - len(named)) + tuple(named)
 
 
 def mean_over_rows(returned: Any) -> Float[Array, ""]:

@@ -8,21 +8,19 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxdist.models import effects
+from jaxdist.models import dim_names, effects
 from jaxdist.parallel.foreign import gather_layer
-from jaxdist.sharding import LAYERS
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
     """Make one module of `count` modules `make(rngs)`: every array has a leading dim of `count`; run it with `scan`."""
     # The structure comes from shapes alone; then all layers are made at once, stacked.
     graph, abstract = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    for variable in jax.tree.leaves(abstract, is_leaf=lambda v: isinstance(v, nnx.Variable)):
+        dim_names.add_layers(variable)
     keys = jax.random.split(rngs(), count)
     made = jax.vmap(lambda key: nnx.to_pure_dict(nnx.state(make(nnx.Rngs(key)))))(keys)
     nnx.replace_by_pure_dict(abstract, made)
-    for variable in jax.tree.leaves(abstract, is_leaf=lambda v: isinstance(v, nnx.Variable)):
-        named = variable.get_metadata().get("axes", (None,) * (variable.ndim - 1))
-        variable.set_metadata(axes=(LAYERS, *named))
     return nnx.merge(graph, abstract)
 
 
