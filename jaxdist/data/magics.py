@@ -11,7 +11,7 @@ from jaxdist.data.compressed import compression_of, ending_of, plain
 HEAD = 512
 """Bytes that are examined, from the start of the file."""
 
-DECOMPRESS = "decompress it, and name the result .txt, .jsonl or .bin"
+DECOMPRESS = "decompress it, and give the result"
 UNPACK = "unpack it, and give one of its files"
 EXPORT = "export its text as .txt or .jsonl, or its token ids as a headerless .bin of uint16 or uint32"
 NUMPY = (
@@ -40,10 +40,8 @@ FORMATS = (
     Format("an archive of numpy arrays (.npz)", rb"PK\x03\x04.{26}[^\x00]{0,200}\.npy", NUMPY),
     Format("a zip archive", rb"PK(?:\x03\x04|\x05\x06)", UNPACK),
     Format("a numpy array (.npy)", rb"\x93NUMPY", NUMPY),
-    Format("a Parquet file", rb"PAR[1E][\x00-\x1f]", EXPORT),
-    Format("an Arrow file", rb"ARROW1\x00\x00", EXPORT),
-    Format("an Arrow stream", rb"\xff\xff\xff\xff.{3}\x00\x10\x00\x00\x00", EXPORT),
-    Format("a Feather file", rb"FEA1\x00\x00\x00\x00", EXPORT),
+    Format("an encrypted Parquet file", rb"PARE[\x00-\x1f]", EXPORT),
+    Format("a Feather file of version 1", rb"FEA1\x00\x00\x00\x00", "write it again with pyarrow's write_feather"),
     Format("an HDF5 file", rb"\x89HDF\r\n\x1a\n", EXPORT),
     Format("an SQLite database", rb"SQLite format 3\x00", EXPORT),
     Format("a safetensors file", rb".{4}\x00{4}\{[\" ]", EXPORT),
@@ -51,6 +49,16 @@ FORMATS = (
     Format("a pickle of Python objects", rb"\x80[\x04\x05]\x95.{4}\x00{4}", EXPORT),
     Format("a pickle of Python objects", rb"\x80[\x02\x03](?:[\]})](?:q\x00|\.)|c[\w.]+\n[\w.]+\n)", EXPORT),
     Format("a PDF document", rb"%PDF-\d\.\d[\r\n]+%[\x80-\xff]", EXPORT),
+    Format(
+        "a pointer of Git LFS, and the file itself is elsewhere",
+        rb"version https://git-lfs\.github\.com/spec/v1\r?\n",
+        "run git lfs pull in its folder",
+    ),
+    Format(
+        "text in UTF-16",
+        rb"\xff\xfe(?:[\t\n\r\x20-\x7e]\x00){4}|\xfe\xff(?:\x00[\t\n\r\x20-\x7e]){4}",
+        "convert it: iconv -f UTF-16 -t UTF-8",
+    ),
     Format(
         "a file of questions of llm.c (magic 20240522), which no model learns from",
         rb"\x8a\xd8\x34\x01.\x00\x00\x00",
@@ -62,6 +70,13 @@ FORMATS = (
         "give its .bin, beside which it lies, or its text as .jsonl",
     ),
 )
+
+NEVER_INSIDE = (
+    Format("a Parquet file", rb"PAR1[\x00-\x1f]", DECOMPRESS),
+    Format("an Arrow file", rb"ARROW1\x00\x00", DECOMPRESS),
+    Format("an Arrow stream", rb"\xff\xff\xff\xff.{3}\x00\x10\x00\x00\x00", DECOMPRESS),
+)
+"""Formats that are read, but not while they are decompressed: they have a compression of their own."""
 
 
 def foreign(path: Path) -> str | None:
@@ -75,7 +90,7 @@ def foreign(path: Path) -> str | None:
     twice = compression_of(head) if compression else None
     if twice:
         return f"is compressed twice, by {twice.name} inside; {DECOMPRESS}"
-    for known in FORMATS:
+    for known in FORMATS + (NEVER_INSIDE if compression else ()):
         if re.match(known.start, head, re.DOTALL):
             return f"is {known.name}; {known.remedy}"
     if compression and ending_of(path) == ".bin":

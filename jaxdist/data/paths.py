@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 from jaxdist.config import DataConfig, RequestError, listed
@@ -12,9 +13,8 @@ from jaxdist.data import magics
 from jaxdist.data.addresses import elsewhere
 from jaxdist.data.named_files import LISTS, NamedFiles, by_their_names, named_by, parts
 from jaxdist.data.readers import is_token_file, reader_of
-from jaxdist.data.readers.json_lines import JSON_LINES
 from jaxdist.data.readers.megatron import index_of
-from jaxdist.data.readers.reader import reading
+from jaxdist.data.readers.reader import TextReader, reading
 from jaxdist.data.sources import TEXT, Source, Sources
 from jaxdist.huggingface.tokenizer import folder_problem
 
@@ -61,10 +61,10 @@ def open_sources(config: DataConfig) -> Sources:
 def _without_effect(config: DataConfig, sources: Sources) -> list[str]:
     """Return a sentence for each knob that these data do not use."""
     problems = []
-    if config.text != TEXT and not any(file.reader == JSON_LINES for one in sources.all for file in one.files):
+    if config.text != TEXT and not any(one.keyed for one in sources.all):
         problems.append(
-            f"data.text is '{config.text}', but none of the data are JSON lines (.jsonl, .ndjson), which alone have "
-            "keys; leave it out"
+            f"data.text is '{config.text}', but none of the data are JSON lines (.jsonl, .ndjson), Parquet or Arrow, "
+            "which alone have keys; leave it out"
         )
     if config.dtype != "auto" and not sources.training.holds_tokens:
         problems.append(
@@ -211,9 +211,17 @@ def _foreign(knob: str, path: Path) -> str | None:
         return None
     try:
         with reading(path):
-            known = magics.foreign(path)
+            known = magics.foreign(path) or _missing_package(path)
     except RequestError as error:
         return str(error)
     if known is None:
         return None
     return f"{knob} '{path}' {known}"
+
+
+def _missing_package(path: Path) -> str | None:
+    """Return what to install for a file, without importing it."""
+    reader = reader_of(path)
+    if not isinstance(reader, TextReader) or not reader.needs or find_spec(reader.needs):
+        return None
+    return f"is {reader.name}, and {reader.needs}, which reads it, is not installed; pip install 'jaxdist[data]'"

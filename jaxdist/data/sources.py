@@ -84,12 +84,20 @@ class Source:
         # A list of files was read as a text.
         if not self.holds_tokens and Path(self.name).is_file() and Path(self.name) not in paths:
             paths = [Path(self.name)]
-        return replace(self, files=tuple(DataFile(path, reader_before(path)) for path in paths))
+        readers = [(path, reader_before(path)) for path in paths]
+        files = tuple(DataFile(path, reader) for path, reader in readers if reader)
+        # Without a file there is nothing that an earlier version can have read.
+        return replace(self, files=files) if files else self
 
     @property
     def holds_tokens(self) -> bool:
         """Whether they are files of tokens, which are used in place."""
         return isinstance(self.files[0].reader, TokenReader)
+
+    @property
+    def keyed(self) -> bool:
+        """Whether any of the files have rows with keys."""
+        return any(isinstance(file.reader, TextReader) and file.reader.keyed for file in self.files)
 
     @property
     def size(self) -> int:
@@ -99,7 +107,7 @@ class Source:
     @property
     def text_size(self) -> int:
         """Bytes of the text of all files; of compressed ones, about."""
-        return sum(text_size(file.path) for file in self.files)
+        return sum(text_size(path) * _as_text(reader).ratio for path, reader in self.files)
 
     def describe(self, facts: Mapping[str, int]) -> str:
         """Return what the summary calls the data, from the facts of the cache that holds their tokens."""
@@ -156,10 +164,12 @@ class Source:
             held_out = int(self.size * fraction / HELD_OUT_BLOCKS)
             size = min(BLOCK_BYTES, max(SMALLEST_BLOCK_BYTES, held_out))
         for path, reader in self.files:
-            assert isinstance(reader, TextReader), f"{reader.name} have no documents"
+            with reading(path):
+                _as_text(reader).check(path, self.text)
+        for path, reader in self.files:
             with reading(path), path.open("rb") as file:
                 inside = decompressed(file, path, on_read)
-                yield from reader.documents(
+                yield from _as_text(reader).documents(
                     OpenFile(inside or file, path, unseen if inside else on_read, size, self.text, on_empty)
                 )
 
@@ -216,6 +226,11 @@ class Sources:
         for source in self.all:
             for document in source.documents(on_read=on_read):
                 yield source is self.held_out, document
+
+
+def _as_text(reader: Reader) -> TextReader:
+    assert isinstance(reader, TextReader), f"{reader.name} have no documents"
+    return reader
 
 
 def _sha256(file: BufferedReader, on_read: OnRead) -> bytes:

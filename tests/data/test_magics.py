@@ -56,6 +56,9 @@ def headered(magic: int, version: int, dtype: str) -> bytes:
     return header.tobytes() + IDS.astype(dtype).tobytes()
 
 
+STREAM = b"\xff\xff\xff\xff\x78\x00\x00\x00\x10\x00\x00\x00\x00\x00\x0a\x00"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+
 SAMPLES = {
     "gzip of bzip2": (gzip.compress(bz2.compress(POEM.encode())), "compressed twice, by bzip2 inside; decompress it"),
     "lz4": (b"\x04\x22\x4d\x18\x64\x40\xa7" + bytes(99), "compressed by lz4"),
@@ -65,10 +68,14 @@ SAMPLES = {
     "npy": (numpy_file(np.save, IDS), "a numpy array (.npy); where all token ids are below 65,536"),
     "torch": (zipped("archive/data.pkl"), "torch.save); export its text"),
     "old torch": (pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2) + bytes(99), "torch.save); export its text"),
-    "Parquet": (b"PAR1\x15\x04\x15\x10\x15\x14L\x15\x02" + bytes(99) + b"PAR1", "a Parquet file; export its text"),
-    "Arrow": (b"ARROW1\x00\x00\xff\xff\xff\xff" + bytes(99), "an Arrow file; export its text"),
-    "Arrow stream": (b"\xff\xff\xff\xff\x78\x00\x00\x00\x10\x00\x00\x00\x00\x00\x0a\x00" + bytes(99), "Arrow stream"),
-    "Feather": (b"FEA1\x00\x00\x00\x00" + bytes(99), "a Feather file"),
+    "encrypted Parquet": (b"PARE\x15\x04\x15\x10\x15\x14L\x15\x02" + bytes(99) + b"PARE", "an encrypted Parquet file"),
+    "gzip of Parquet": (gzip.compress(b"PAR1\x15\x04\x15" + bytes(99)), "a Parquet file; decompress it"),
+    "gzip of Arrow": (gzip.compress(b"ARROW1\x00\x00\xff\xff\xff\xff" + bytes(99)), "an Arrow file; decompress it"),
+    "bzip2 of an Arrow stream": (bz2.compress(STREAM + bytes(99)), "an Arrow stream; decompress it"),
+    "Feather": (b"FEA1\x00\x00\x00\x00" + bytes(99), "a Feather file of version 1; write it again"),
+    "Git LFS": (POINTER, "a pointer of Git LFS, and the file itself is elsewhere; run git lfs pull in its folder"),
+    "UTF-16": (POEM.encode("utf-16"), "text in UTF-16; convert it: iconv -f UTF-16 -t UTF-8"),
+    "UTF-16, big-endian": (b"\xfe\xff" + POEM.encode("utf-16-be"), "text in UTF-16; convert it"),
     "HDF5": (b"\x89HDF\r\n\x1a\n\x00\x00" + bytes(99), "an HDF5 file; export its text"),
     "safetensors": (safetensors.numpy.save({"a": IDS}), "a safetensors file"),
     "safetensors with metadata": (safetensors.numpy.save({"a": IDS}, {"b": "c"}), "a safetensors file"),
@@ -123,7 +130,13 @@ def test_two_files_of_one_format_are_not_called_two_kinds(write):
 
 @pytest.mark.parametrize(
     "text",
-    ["PAR1 is how a Parquet file starts", "BZh9 starts bzip2", "7z and PK are archives", "%PDF-1.7 starts a PDF"]
+    [
+        "PAR1 is how a Parquet file starts",
+        "version https://git-lfs.github.com is no pointer",
+        "BZh9 starts bzip2",
+        "7z and PK are archives",
+        "%PDF-1.7 starts a PDF",
+    ]
     + ["ustar ".rjust(263), "MMIDIDX", "ARROW1 and FEA1", "SQLite format 3", '{"text": "x"}', '        {"text"'],
 )
 def test_a_text_about_a_format_is_a_text(write, text):

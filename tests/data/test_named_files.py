@@ -21,8 +21,8 @@ def folder(tmp_path, monkeypatch):
         "web/sub/c.txt": "the text of c\n" * 50,
         "web/README.md": "what these are",
         "web/empty.txt": "",
-        "web/table.parquet": "PAR1\x15\x04",
-        "web/other.parquet": "PAR1\x15\x04",
+        "web/table.xlsx": "PK\x03\x04",
+        "web/other.xlsx": "PK\x03\x04",
         "web/.hidden.txt": "hidden",
         "web/.git/config.txt": "hidden",
     }
@@ -76,7 +76,7 @@ def test_a_job_has_to_see_folders_lists_and_files(folder):
 def test_each_file_of_a_folder_is_a_document(folder):
     (folder / "held.jsonl").write_text(lines("held out " * 20))
     corpus = open_(path="web", validation_path="held.jsonl")
-    assert corpus.source.startswith("web, 3 files, 23 documents (2 .parquet, 1 .txt, 1 .md left out), ")
+    assert corpus.source.startswith("web, 3 files, 23 documents (2 .xlsx, 1 .txt, 1 .md left out), ")
     text = Tokenizer.from_str(corpus.tokenizer).decode(corpus.train.tokens.ids.tolist(), skip_special_tokens=False)
     wanted = [POEM, *[f"the {i}th line of b" for i in range(20)], "the text of c\n" * 50]
     assert text == "".join(document + "<|endoftext|>" for document in wanted)

@@ -22,9 +22,9 @@ BAD = [
     ({"a.txt": POEM}, {"path": "a.txt,no.txt"}, ["data.path 'no.txt' does not exist"]),
     ({"a.txt": POEM}, {"path": "['a.txt', 'b.txt']"}, ["is a list in brackets; write a.txt,b.txt"]),
     (
-        {f"{name}.txt": "PAR1\x15\x04 and so on" for name in "abcdefghijklmnopqrstuvwxyz"},
+        {f"{name}.txt": "FEA1\0\0\0\0 and so on" for name in "abcdefghijklmnopqrstuvwxyz"},
         {"path": "."},
-        ["data.path 'a.txt' is a Parquet file", "more such files of data.path; correct these first"],
+        ["data.path 'a.txt' is a Feather file", "more such files of data.path; correct these first"],
     ),
     ({}, {"path": "/dev/null"}, ["not a regular file"]),
     ({"a.txt": ""}, {"path": "a.txt"}, ["is empty"]),

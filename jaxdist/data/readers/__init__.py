@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jaxdist.data.readers.arrow import ARROW
 from jaxdist.data.readers.json_lines import JSON_LINES
 from jaxdist.data.readers.llm_c import LLM_C
 from jaxdist.data.readers.megatron import MEGATRON
+from jaxdist.data.readers.parquet import PARQUET
 from jaxdist.data.readers.plain_text import PLAIN_TEXT
 from jaxdist.data.readers.raw_tokens import RAW_TOKENS
 from jaxdist.data.readers.reader import Reader, TokenReader, reading
 
 READERS: tuple[Reader, ...] = (
+    PARQUET,
+    ARROW,
     LLM_C,
     MEGATRON,
     RAW_TOKENS,
@@ -27,12 +31,14 @@ def reader_of(path: Path) -> Reader:
         return next(reader for reader in READERS if reader.takes(path))
 
 
-def reader_before(path: Path) -> Reader:
-    """Return the reader that earlier versions took for a file.
+def reader_before(path: Path) -> Reader | None:
+    """Return the reader that earlier versions took for a file; None where they left it out.
 
     Of all names, .jsonl alone held JSON lines.
     """
     reader = reader_of(path)
+    if reader in (PARQUET, ARROW):
+        return None
     if reader == JSON_LINES and path.suffix.lower() != ".jsonl":
         return PLAIN_TEXT
     return reader
@@ -41,7 +47,7 @@ def reader_before(path: Path) -> Reader:
 def is_token_file(path: Path) -> bool:
     """Return whether a file of data holds tokens."""
     try:
-        return any(reader.takes(path) for reader in READERS if isinstance(reader, TokenReader))
+        return isinstance(next(reader for reader in READERS if reader.takes(path)), TokenReader)
     except OSError:
         # Why it cannot be read is said where it is opened.
         return False

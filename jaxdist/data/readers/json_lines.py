@@ -14,7 +14,7 @@ from typing import Any
 from jaxdist.config import RequestError
 from jaxdist.config.text_template import TextTemplate, parse
 from jaxdist.data.compressed import ending_of, plain
-from jaxdist.data.readers.reader import Document, OnRead, OpenFile, TextReader, unseen
+from jaxdist.data.readers.reader import Document, OnRead, OpenFile, TextReader, named_keys, unseen
 from jaxdist.files.json_files import is_unicode
 
 MARK = b"\xef\xbb\xbf"
@@ -33,9 +33,6 @@ ENDINGS = (".jsonl", ".ndjson")
 LONGEST_FIRST = 1 << 20
 """Bytes of the first line of a .json that is looked at."""
 
-NAMED = 5
-"""Keys that a sentence names at most."""
-
 
 def _number(digits: str) -> int | float:
     """Return a whole number. Python refuses one of more than 4,300 digits, and of that many none is needed."""
@@ -49,7 +46,11 @@ def json_lines(opened: OpenFile) -> Iterator[Document]:
     """Yield a document per line, skipping blank lines and empty texts. Needs the memory of the longest line."""
     template = parse(opened.text)
     for number, line in lines_of(opened.file, opened.on_read):
-        text = _text_of_line(line, f"line {number} of '{opened.path}'", template)
+        try:
+            text = _text_of_line(line, f"line {number} of '{opened.path}'", template)
+        except RequestError as error:
+            opened.bad(error)
+            continue
         if text:
             yield Document(text, True)
         else:
@@ -103,14 +104,13 @@ def _string(row: dict[str, Any], key: str, where: str) -> str:
 
 
 def _lacks(row: dict[str, Any], key: str) -> str:
-    names = sorted(row)
-    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    names = named_keys(row)
     if key == "text":
         return (
-            f'has the keys {names[:NAMED]}{more}; write an object with a string "text" on each line, or name the key '
+            f'has the keys {names}; write an object with a string "text" on each line, or name the key '
             "of the text by data.text"
         )
-    return f'has the keys {names[:NAMED]}{more}, and data.text names "{key}"; name one of these, or add it'
+    return f'has the keys {names}, and data.text names "{key}"; name one of these, or add it'
 
 
 def _takes(path: Path) -> bool:
@@ -129,4 +129,4 @@ def _holds_lines(path: Path) -> bool:
     return True
 
 
-JSON_LINES = TextReader(key="jsonl", name="JSON lines", takes=_takes, documents=json_lines)
+JSON_LINES = TextReader(key="jsonl", name="JSON lines", takes=_takes, documents=json_lines, keyed=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -46,6 +46,11 @@ class Document(NamedTuple):
     """Whether the document begins here, so that a BOS token precedes where the tokenizer has one."""
 
 
+def refuse(error: RequestError) -> None:
+    """Raise what is wrong with a row."""
+    raise error
+
+
 class OpenFile(NamedTuple):
     """A file that is open at its start, and how to read it."""
 
@@ -59,11 +64,28 @@ class OpenFile(NamedTuple):
     """Where the text of a row is, as data.text says it."""
     on_empty: Callable[[], None] = uncounted
     """Is called for each text that is empty, which is no document."""
+    bad: Callable[[RequestError], None] = refuse
+    """Is called with what is wrong with a row, by readers of rows, and raises it unless the row is to be skipped."""
+
+
+NAMED = 5
+"""Keys that a sentence names at most."""
+
+
+def named_keys(keys: Iterable[str]) -> str:
+    """Return the keys of a row in words."""
+    names = sorted(keys)
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return f"{names[:NAMED]}{more}"
 
 
 def count_documents(root: Path, documents: int) -> str:
     """Describe data by the number of their documents."""
     return f"{root}, {documents} documents"
+
+
+def without_check(path: Path, text: str) -> None:
+    """Take a file as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +111,15 @@ class TextReader(Reader):
     """Yields the documents of a file in little memory. Raises `RequestError` with the line or the byte of an error."""
     describe: Callable[[Path, int], str] = count_documents
     """Returns what the summary calls the data, from their path and the number of their documents."""
+    keyed: bool = False
+    """Whether rows have keys, so that data.text says where their text is."""
+    needs: str = ""
+    """The package that reads them, of the extra `data`; none where Python and numpy do."""
+    check: Callable[[Path, str], None] = without_check
+    """Raises `RequestError` for a file that cannot be read as a whole, with data.text; called for all files before the
+    first of them is read."""
+    ratio: int = 1
+    """Bytes of text for a byte of a file, about."""
 
 
 @dataclass(frozen=True, kw_only=True)
