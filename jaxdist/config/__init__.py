@@ -160,7 +160,7 @@ class DataConfig(Section):
     """Source of the tokens or images, and the data loader."""
 
     path: FilePaths | None = None
-    """Text, JSON lines, Parquet, Arrow, tokens (.bin); a folder, *.txt or a,b; images: .npz, a folder; none: Python's own."""
+    """Text, JSON lines, Parquet, Arrow, tokens; folder, *.txt or a,b; images: .npz, folder; none: Python's library."""
     tokenizer: FilePath | None = None
     """A tokenizer.json, or the folder of a tokenizer (Hugging Face), for its BOS too; none: train a byte-level BPE."""
     validation_path: FilePaths | None = None
@@ -168,7 +168,7 @@ class DataConfig(Section):
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of path that is held out when there is no validation path."""
     text: TextTemplateText = "text"
-    """Where the text of a JSON line or a row of columns is: a key, one inside another as a.b, or a template: {title}: {body}."""
+    """Where the text of a row (JSON, Parquet, Arrow) is: a key, a.b for one inside another, or as {title}: {body}."""
     dtype: IdType = "auto"
     """Type of the ids in a headerless .bin, little-endian; auto: uint32 if the content shows it, else uint16."""
     pack: Literal["cut", "best-fit"] = "cut"
