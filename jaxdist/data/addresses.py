@@ -38,8 +38,7 @@ def elsewhere(text: str) -> str | None:
     if name and not ENDING.fullmatch(Path(text).suffix) and not Path(text).parent.exists():
         return (
             f'does not exist; if it names a data set of the hub of Hugging Face, put it on disk: python -c "import '
-            f"datasets; datasets.load_dataset('{text}', split='train').to_json('{name[1]}.jsonl')\", and give "
-            f"{name[1]}.jsonl"
+            f"datasets; datasets.load_dataset('{text}').save_to_disk('{name[1]}')\", and give {name[1]}"
         )
     return None
 

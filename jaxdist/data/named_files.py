@@ -14,11 +14,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxdist.config import RequestError
 from jaxdist.data.addresses import is_address
 from jaxdist.data.compressed import ending_of
+from jaxdist.data.dataset_folders import shards_of, split_of
 from jaxdist.data.readers import is_token_file, reader_of
 from jaxdist.data.readers.megatron import bin_of
 from jaxdist.data.readers.plain_text import PLAIN_TEXT
+from jaxdist.data.readers.reader import TextReader
 
 TEXT = ".txt"
 """The ending of texts; a list of files has it too."""
@@ -56,7 +59,10 @@ class NamedFiles(NamedTuple):
 
 
 def named_by(text: str | None) -> NamedFiles:
-    """Return the files that a text names; none for None. Raises `OSError`."""
+    """Return the files that a text names; none for None.
+
+    Raises `OSError`, and `RequestError` where a data set lacks a file that it lists.
+    """
     found = [_expanded(part) for part in parts(text)]
     files = tuple(path for one in found for path in _with_their_tokens(one.files))
     return NamedFiles(files, tuple(path for one in found for path in one.left_out))
@@ -66,24 +72,22 @@ def holds_tokens(text: str | None) -> bool:
     """Return whether a text names files of tokens, so that no tokenizer is needed to read them."""
     try:
         return any(map(is_token_file, named_by(text).files[:1]))
-    except OSError:
+    except (OSError, RequestError):
         # Why they cannot be read is said where they are opened.
         return False
 
 
 def by_their_names(text: str | None, named: NamedFiles) -> tuple[NamedFiles, NamedFiles]:
-    """Return the files of tokens to train on, and those that are validation by their names, such as `val.bin`.
+    """Return the files to train on, and those that are validation by their names, such as `val.bin`.
 
-    Those of a test are left out. A file that is named by itself is what it is named as.
+    Names count of files of tokens and of data sets, and not of other texts. Those of a test are left out. A file that
+    is named by itself is what it is named as.
     """
     alone = {Path(part) for part in parts(text)}
+    roots = [_root(part) for part in parts(text)]
     found: dict[str, list[Path]] = {"train": [], "val": [], "test": []}
     for path in named.files:
-        word = PART_OF_DATA.search(path.stem)
-        kind = "train"
-        if word and path not in alone and is_token_file(path):
-            kind = word["kind"].lower()
-        found[kind].append(path)
+        found["train" if path in alone else _kind(path, roots)].append(path)
     if not found["train"]:
         return named, NamedFiles(())
     return NamedFiles(tuple(found["train"]), (*named.left_out, *found["test"])), NamedFiles(tuple(found["val"]))
@@ -98,11 +102,36 @@ def parts(text: str | None) -> tuple[str, ...]:
     return tuple(str(Path(part.strip())) for part in text.split(",") if part.strip())
 
 
+def _root(part: str) -> Path:
+    """Return the folder below which the names of folders count; of a pattern, what comes before its stars."""
+    root = Path(part)
+    while glob.has_magic(str(root)) and not root.exists():
+        root = root.parent
+    return root
+
+
+def _kind(path: Path, roots: list[Path]) -> str:
+    """Return what the name of a file says that it is for: train, val or test."""
+    root = next((root for root in roots if path.is_relative_to(root)), path.parent)
+    split = split_of(path.relative_to(root).parts)
+    if split != "train" and _has_splits(path):
+        return split
+    word = PART_OF_DATA.search(path.stem)
+    if word and is_token_file(path):
+        return word["kind"].lower()
+    return "train"
+
+
+def _has_splits(path: Path) -> bool:
+    reader = reader_of(path)
+    return isinstance(reader, TextReader) and reader.has_splits
+
+
 def _expanded(part: str) -> NamedFiles:
     """Return the files of a part without commas: those of a folder, a pattern or a list, or the one file."""
     path = Path(part)
     if path.is_dir():
-        return _readable(sorted(_below(path), key=lambda file: file.relative_to(path).as_posix()))
+        return _readable(_in_order(path))
     if not path.exists() and glob.has_magic(part):
         files = [Path(name) for name in sorted(glob.glob(part, recursive=True)) if os.path.isfile(name)]
         return _without_empty(files)
@@ -118,8 +147,19 @@ def _with_their_tokens(files: tuple[Path, ...]) -> Iterator[Path]:
             yield tokens
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder, without those that are hidden; links are followed, each folder once."""
+def _in_order(root: Path) -> list[Path]:
+    """Return the files below a folder in the order of their names, and those of a data set in its own order."""
+    found: list[tuple[str, int, Path]] = []
+    for folder, names in _below(root):
+        shards = shards_of(folder)
+        for number, path in enumerate(shards or (folder / name for name in names)):
+            place = (path.parent if shards else path).relative_to(root).as_posix()
+            found.append((place, number if shards else 0, path))
+    return [path for _, _, path in sorted(found)]
+
+
+def _below(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield folders, and the files in each, without those that are hidden; links are followed, each folder once."""
     seen = set()
     for place, below, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
@@ -129,7 +169,7 @@ def _below(folder: Path) -> Iterator[Path]:
         seen.add(real)
         # `os.walk` descends into the folders that are left in this list, in their order.
         below[:] = sorted(name for name in below if not name.startswith("."))
-        yield from (Path(place, name) for name in names if not name.startswith(".") and (Path(place, name)).is_file())
+        yield Path(place), [name for name in names if not name.startswith(".") and Path(place, name).is_file()]
 
 
 def _readable(files: Iterable[Path]) -> NamedFiles:

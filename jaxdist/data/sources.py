@@ -76,8 +76,8 @@ class Source:
         files = tuple(DataFile(path, PYTHON_LIBRARY) for path in library_files(folder))
         return cls(str(folder), files, folder=folder)
 
-    def as_before(self) -> Source:
-        """Return the source as earlier versions read it."""
+    def as_before(self) -> Source | None:
+        """Return the source as earlier versions read it; None if they read none of its files."""
         if self.folder:
             return self
         paths = [file.path for file in self.files]
@@ -86,8 +86,7 @@ class Source:
             paths = [Path(self.name)]
         readers = [(path, reader_before(path)) for path in paths]
         files = tuple(DataFile(path, reader) for path, reader in readers if reader)
-        # Without a file there is nothing that an earlier version can have read.
-        return replace(self, files=files) if files else self
+        return replace(self, files=files) if files else None
 
     @property
     def holds_tokens(self) -> bool:
@@ -192,7 +191,7 @@ class Sources:
     def as_before(self) -> Sources:
         """Return the data as earlier versions read them."""
         held_out = self.held_out.as_before() if self.held_out else None
-        return replace(self, training=self.training.as_before(), held_out=held_out)
+        return replace(self, training=self.training.as_before() or self.training, held_out=held_out)
 
     @property
     def name(self) -> str:

@@ -141,7 +141,7 @@ class Request:
         note = None if self.earlier else store.note
         parts = [
             sources.training.describe(store.facts),
-            _sizes(store.train, store.validation),
+            _sizes(store.train, store.validation) + self._by_name(),
             self._describe_tokenizer(store.used),
         ]
         return Streams(

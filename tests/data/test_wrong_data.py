@@ -132,7 +132,7 @@ ELSEWHERE = {
     "https://example.org/a.txt": "copy it to disk: curl -L -O https://example.org/a.txt",
     "hf://datasets/roneneldan/TinyStories/data": "hf download --repo-type dataset roneneldan/TinyStories --local-dir",
     "az://container/a.txt": "only files on disk are read; copy it to disk",
-    "roneneldan/TinyStories": "load_dataset('roneneldan/TinyStories', split='train').to_json('TinyStories.jsonl')",
+    "roneneldan/TinyStories": "load_dataset('roneneldan/TinyStories').save_to_disk('TinyStories')\", and give",
     "Qwen/Some.5": "if it names a data set of the hub",
     "texts/a.txt": "does not exist; give the path of a file",
 }

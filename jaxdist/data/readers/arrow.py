@@ -121,6 +121,7 @@ ARROW = TextReader(
     takes=_takes,
     documents=arrow_rows,
     keyed=True,
+    has_splits=True,
     needs=NEEDED,
     check=check_arrow,
 )

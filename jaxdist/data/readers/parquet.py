@@ -79,6 +79,7 @@ PARQUET = TextReader(
     takes=_takes,
     documents=parquet_rows,
     keyed=True,
+    has_splits=True,
     needs=NEEDED,
     check=check_parquet,
     ratio=2,

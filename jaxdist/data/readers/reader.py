@@ -113,6 +113,8 @@ class TextReader(Reader):
     """Returns what the summary calls the data, from their path and the number of their documents."""
     keyed: bool = False
     """Whether rows have keys, so that data.text says where their text is."""
+    has_splits: bool = False
+    """Whether the names of such files say which of them are held out, as those of data sets on the hub do."""
     needs: str = ""
     """The package that reads them, of the extra `data`; none where Python and numpy do."""
     check: Callable[[Path, str], None] = without_check
