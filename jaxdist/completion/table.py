@@ -30,7 +30,7 @@ class Values:
     paths: Paths = ""
 
 
-ARGUMENTS = {"CONFIG": Values(tuple(SHIPPED), "toml"), "RUN": Values(paths="folder")}
+ARGUMENTS = {"CONFIG": Values(tuple(SHIPPED), "toml"), "RUN": Values(paths="folder"), "PATH": Values(paths="file")}
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Command:
     options: dict[str, str] = field(default_factory=dict)
     """Options with a value, with their descriptions."""
     values: dict[str, Values] = field(default_factory=dict)
-    """The values of those options that are words or paths; "" stands for the argument, CONFIG or RUN."""
+    """The values of those options that are words or paths; "" stands for the argument: CONFIG, RUN or PATH."""
 
 
 def commands() -> dict[str, Command]:

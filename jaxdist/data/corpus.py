@@ -61,7 +61,9 @@ def open_corpus(
     if apart:
         streams = _apart(streams)
     corpus = _in_rows(streams, config, sequence, progress)
-    _check_rows(corpus, by_fraction=request.sources.held_out is None)
+    problems = row_problems(corpus.train, corpus.validation, by_fraction=request.sources.held_out is None)
+    if problems:
+        raise RequestError(*problems)
     if apart:
         return replace(corpus, source=f"{corpus.source}; documents apart")
     return corpus
@@ -117,15 +119,17 @@ def _apart(streams: Streams) -> Streams:
     return replace(streams, train=train, validation=validation)
 
 
-def _check_rows(corpus: Corpus, by_fraction: bool) -> None:
-    """Raise `RequestError` if a part of the data has no row, or none to learn from."""
+def row_problems(train: TokenRows, validation: TokenRows, by_fraction: bool) -> list[str]:
+    """Return a sentence for each part of the data that has no row, or none to learn from.
+
+    `by_fraction` says whether the validation data are a part of the others.
+    """
     remedies = {"training": "", "validation": "make the validation data longer, "}
     if by_fraction:
         remedies["validation"] = "raise data.validation_fraction, "
     problems = []
-    for part, rows in (("training", corpus.train), ("validation", corpus.validation)):
+    for part, rows in (("training", train), ("validation", validation)):
         lack = rows.lack()
         if lack:
             problems.append(f"the {part} data has {lack.what}; {remedies[part]}{lack.remedy}")
-    if problems:
-        raise RequestError(*problems)
+    return problems

@@ -71,9 +71,13 @@ def train_tokenizer(documents: Split, size: int, vocab: int) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab, special_tokens=[ENDS[0]], initial_alphabet=ALPHABET, show_progress=False
     )
-    wanted = max(SAMPLE_BYTES, SAMPLE_BYTES_PER_ENTRY * vocab)
-    tokenizer.train_from_iterator(_sample(documents, wanted, size), trainer)
+    tokenizer.train_from_iterator(_sample(documents, sample_bytes(vocab), size), trainer)
     return tokenizer.to_str()
+
+
+def sample_bytes(vocab: int) -> int:
+    """Return the bytes of text on which a tokenizer of `vocab` entries is trained, if there are as many."""
+    return max(SAMPLE_BYTES, SAMPLE_BYTES_PER_ENTRY * vocab)
 
 
 def _sample(documents: Split, wanted: int, size: int) -> Iterator[str]:

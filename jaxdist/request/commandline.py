@@ -67,6 +67,9 @@ PLANNED_KNOBS = (
 )
 """Knobs that `--mesh auto` decides besides the mesh. What changes the loss it takes as it is given."""
 
+CONFIG_ENDING = ".toml"
+"""Of a PATH that is a CONFIG, whose data are meant."""
+
 RUN_KNOBS = (*LAYOUT_KNOBS, *JOB_KNOBS, "data", "train.global_batch_size", "train.accumulation")
 """Knobs that may differ when a checkpoint of a run is used."""
 
@@ -110,16 +113,17 @@ def arguments(
     command: str,
     description: str,
     *,
-    positional: Literal["CONFIG", "RUN"] | None = "CONFIG",
+    positional: Literal["CONFIG", "RUN", "PATH"] | None = "CONFIG",
     extras: Sequence[Extra] = (),
     knobs: Collection[str] | None = None,
     pretrained: bool = False,
 ) -> Request:
-    """Parse `argv` (None: that of the process), whose first word is an optional CONFIG, or a RUN folder.
+    """Parse `argv` (None: that of the process), whose first word is an optional CONFIG, a RUN folder, or a PATH.
 
     `command` is the name as users write it ("bench step"). `positional` is None for a command that trains nothing and
-    takes only its own options. `knobs` are the knobs, or their sections, that the command uses; None means all of
-    them, or for a RUN `RUN_KNOBS`. With `pretrained`, a folder of Hugging Face may take the place of RUN.
+    takes only its own options. A PATH is the same as --data.path, but a .toml is a CONFIG there. `knobs` are the knobs,
+    or their sections, that the command uses; None means all of them, or for a RUN `RUN_KNOBS`. With `pretrained`, a
+    folder of Hugging Face may take the place of RUN.
     Prints the help and raises `HelpShown` on --help. Raises `RequestError` with a sentence for each problem.
     """
     if argv is None:
@@ -144,6 +148,8 @@ def arguments(
             problems.append(problem)
         else:
             run = Path(word or "")
+    elif positional == "PATH" and word is not None and not word.endswith(CONFIG_ENDING):
+        scan.add("data.path", word)
     elif positional:
         config = word
     surplus = scan.positionals[1:] if positional else scan.positionals

@@ -18,7 +18,11 @@ ARGUMENTS = {
     "CONFIG": f"a TOML file, or one of {', '.join(SHIPPED)} (default {DEFAULT}); options override its values. A folder "
     f"of Hugging Face is the same as --init-from with it",
     "RUN": "the folder of a run, such as runs/gpt_tiny; options override its config.toml",
+    "PATH": "what --data.path names (default: Python's own library); or the .toml of a training, whose data are meant",
 }
+
+OPTIONAL = ("CONFIG", "PATH")
+"""Arguments that may be left out."""
 
 
 def help_text(
@@ -28,7 +32,7 @@ def help_text(
     width = min(max(shutil.get_terminal_size().columns, 72), 120)
     usage = f"usage: python -m jaxdist.{command}"
     if positional:
-        argument = "[CONFIG]" if positional == "CONFIG" else positional
+        argument = f"[{positional}]" if positional in OPTIONAL else positional
         usage += f" {argument} [--section.knob value ...]"
     else:
         usage += " " + " ".join(f"[{option(extra.name)}]" for extra in extras)

@@ -67,13 +67,14 @@ class Scan:
             elif not has_value and name in valued:
                 scan._fail(name, f"{word} needs a value; write {word} value")
                 continue
-            scan._add(name, value)
+            scan.add(name, value)
         # An unknown name stays among the options, so that it is reported as unknown too.
         for name in scan.failed & {*valued, *flags}:
             scan.options.pop(name, None)
         return scan
 
-    def _add(self, name: str, value: str) -> None:
+    def add(self, name: str, value: str) -> None:
+        """Add an option with its value; given before, it is among the problems."""
         # Python represents bytes that are not UTF-8 by these characters.
         if any("\udc80" <= character <= "\udcff" for character in value):
             self._fail(name, f"{option(name)} is {shown(value)}: must be UTF-8 text")
