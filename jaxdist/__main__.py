@@ -16,6 +16,7 @@ COMMANDS = {
     "evaluate": "compute the validation loss of a run's checkpoint",
     "generate": "generate text from a run's checkpoint",
     "checkpoints": "list, verify, prune or export the checkpoints of a run",
+    "data": "look at data before a training: documents, lengths, duplicates, tokens, what would be refused",
     "explain": "show the memory and communication of a step, compiled for any mesh and any GPU",
     "plan": "rank meshes for a number of devices of a cluster by predicted time and memory",
     "doctor": "diagnose machines, network and folders; find slow or unresponsive ranks of a run",
@@ -27,7 +28,7 @@ COMMANDS = {
     "completion": "print a script that completes commands, options and values in bash, zsh or fish",
 }
 
-MODULES = {name: f"jaxdist.{name}.__main__" for name in ("bench", "completion", "doctor", "lab")}
+MODULES = {name: f"jaxdist.{name}.__main__" for name in ("bench", "completion", "data", "doctor", "lab")}
 """Modules of the commands that are packages; the other commands are modules of their own name."""
 
 

@@ -56,6 +56,8 @@ LINES = {
     "jaxdist explain --target h": ({"h100", "h200"}, {"a100"}),
     "jaxdist evaluate ": ({"runs", "bin"}, {"text.txt", "mine.toml", "gpt_tiny"}),
     "jaxdist evaluate runs/": ({"a"}, set()),
+    "jaxdist data te": ({"text.txt"}, {"mine.toml"}),
+    "jaxdist data text.txt --": ({"--json", "--data.tokenizer", "--model.sequence"}, {"--mesh", "--data.pack"}),
     "jaxdist generate --checkpoint ": ({"latest", "best"}, set()),
     "jaxdist train --data.path te": ({"text.txt"}, {"mine.toml"}),
     "jaxdist train --data.path=te": ({"text.txt"}, {"mine.toml"}),

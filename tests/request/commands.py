@@ -27,6 +27,7 @@ WORK = (
     "jaxdist.planning.cross_compile.compile_apart",
     "jaxdist.training.export.write_safetensors",
     "jaxdist.training.export.write_folder",
+    "jaxdist.data.survey.look.look",
     "jaxdist.doctor.__main__.Doctor.examine",
     "jaxdist.doctor.watching.watch",
     "jaxdist.cluster.local.Supervisor.run",
@@ -54,7 +55,7 @@ class Command:
     words: tuple[str, ...] = ()
     """What it cannot do without."""
     argument: str = ""
-    """CONFIG or RUN, or neither."""
+    """CONFIG, RUN or PATH, or none of them."""
 
     def main(self, argv: Sequence[str]) -> int:
         module, *first = self.name.split()
@@ -66,6 +67,7 @@ COMMANDS = [
     Command("evaluate", argument="RUN"),
     Command("generate", argument="RUN"),
     Command("checkpoints", argument="RUN"),
+    Command("data", argument="PATH"),
     Command("explain", argument="CONFIG"),
     Command("plan", argument="CONFIG"),
     Command("launch local", ("--processes=2",), "CONFIG"),
@@ -86,6 +88,7 @@ COMMANDS = [
 
 
 ASKING = ("train", "evaluate", "generate", "checkpoints", "explain", "plan", "launch", "doctor.__main__")
+ASKING += ("data.__main__",)
 ASKING += ("bench.step", "bench.scaling", "bench.collectives", "bench.gpu", "lab.__main__")
 """The modules that read command lines."""
 

@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-COMMANDS = ["train", "launch", "evaluate", "generate", "explain", "plan", "checkpoints", "doctor", "bench", "lab"]
+COMMANDS = [
+    "train",
+    "launch",
+    "evaluate",
+    "generate",
+    "explain",
+    "plan",
+    "checkpoints",
+    "data",
+    "doctor",
+    "bench",
+    "lab",
+]
 
 CTRL_C = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n"
 

@@ -81,7 +81,7 @@ LEGAL = {
     ),
     "empty binary": ("env",),
     "word negative zero huge nan empty fifo folder binary": ("cluster.site",),
-    "binary": ("data.path", "data.tokenizer"),
+    "binary": ("PATH", "data.path", "data.tokenizer"),
     "word negative zero huge nan unicode folder": ("run_dir",),
     "word negative zero huge nan unicode empty binary": ("save", "output"),
     "word negative zero huge nan unicode empty folder": ("export",),  # replaces a file with --force only
@@ -134,7 +134,7 @@ def legal(command: Command, name: str) -> list[str]:
 
 def words(command: Command, name: str, value: str) -> list[str]:
     """The command line that gives the option, or the argument, this value."""
-    if name in ("CONFIG", "RUN"):
+    if name in ("CONFIG", "RUN", "PATH"):
         return [value, *command.words]
     others = [word for word in command.words if not word.startswith(f"{written(name)}=")]
     return [*(["run"] if command.argument == "RUN" else []), *others, spelt(name, value)]
@@ -151,7 +151,7 @@ def test_every_option_has_a_row_and_every_row_an_option():
     assert {command for command, _ in OF_COMMAND} <= {command.name for command in COMMANDS}
 
 
-CALLED = {"RUN": "config", "resume": "go back to step"}
+CALLED = {"RUN": "config", "PATH": "data.path", "resume": "go back to step"}
 """Options that a sentence calls something else: for the doctor, what is no RUN is a CONFIG."""
 
 
@@ -202,7 +202,7 @@ how a process ends with them is the same code for all."""
 @pytest.mark.parametrize(("command", "part"), PROCESSES)
 def test_a_process_refuses_them_with_2_and_without_a_traceback(command, part, values, tmp_path):
     """All options of a class together, in one process: the sentences of what is found first are told together."""
-    names = [name for name in names_of(command) if name not in ("CONFIG", "RUN")]
+    names = [name for name in names_of(command) if name not in ("CONFIG", "RUN", "PATH")]
     for kind, value in list(values.items())[part::PARTS]:
         refused = [name for name in names if kind not in legal(command, name)]
         if kind == "nul" or not refused:  # no process can be given a NUL

@@ -1,6 +1,6 @@
 """Documents that are there more than once, found by a 64-bit hash of each, in 8 bytes of memory a document.
 
-Of 64 million different documents two have the same XXH3 with a probability of 1 in 8,000.
+Of 67 million different documents two have the same XXH3 with a probability of 1 in 8,000.
 """
 
 from __future__ import annotations

@@ -1,0 +1,111 @@
+"""One pass over the documents of text: how many there are, how long they are, which come again, and samples of them."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from jaxdist.config import RequestError
+from jaxdist.data.progress import Pass, Progress
+from jaxdist.data.readers.reader import OnRead
+from jaxdist.data.sources import Source, Sources
+from jaxdist.data.survey.duplicates import Hashes
+from jaxdist.data.survey.lengths import Lengths
+
+SAMPLES = 3
+"""Documents that are shown."""
+
+SHOWN = 240
+"""Characters of a document that are shown at most."""
+
+
+class Place(NamedTuple):
+    """Where a document is."""
+
+    file: Path
+    document: int
+    """Its number in the file, from 1."""
+
+    def figures(self) -> dict[str, Any]:
+        """Return what --json has."""
+        return {"file": str(self.file), "document": self.document}
+
+
+class Sample(NamedTuple):
+    """The beginning of a document."""
+
+    place: Place
+    text: str
+    """At most `SHOWN` characters."""
+
+
+@dataclass
+class TextDocuments:
+    """What the documents of all files are."""
+
+    lengths: Lengths = field(default_factory=Lengths)
+    """In bytes of UTF-8."""
+    empty: int = 0
+    """Texts without a character, which are no documents."""
+    hashes: Hashes = field(default_factory=Hashes)
+    """Of the texts in UTF-8."""
+    samples: list[tuple[int, Sample]] = field(default_factory=list)
+    """Documents by their numbers, drawn at random, and the same ones each time."""
+    problems: list[str] = field(default_factory=list)
+    """Why files cannot be read, or not to their end: the first reason of each."""
+    _files: list[tuple[int, Path]] = field(default_factory=list)
+    """The number of the first document of each file."""
+    _draws: random.Random = field(default_factory=lambda: random.Random(0))
+
+    @classmethod
+    def read(cls, sources: Sources, progress: Progress) -> TextDocuments:
+        """Read all documents, those that are held out too. A file that is refused does not hide what is in others."""
+        found = cls()
+        reading = Pass(progress, "reading documents", sources.size)
+        for source in sources.all:
+            for file in source.files:
+                found._files.append((found.lengths.documents, file.path))
+                try:
+                    found._read(replace(source, files=(file,)), reading.read)
+                except RequestError as error:
+                    found.problems += error.problems
+        found.samples.sort()
+        return found
+
+    def place(self, number: int) -> Place:
+        """Return where the document of this number, from 0, is."""
+        first, file = self._files[bisect_right(self._files, number, key=lambda one: one[0]) - 1]
+        return Place(file, number - first + 1)
+
+    def _read(self, source: Source, on_read: OnRead) -> None:
+        content = xxhash.xxh3_64()
+        size = 0
+        start = ""
+        for piece in source.documents(on_read=on_read, on_empty=self._count_empty):
+            encoded = piece.text.encode()
+            content.update(encoded)
+            size += len(encoded)
+            if len(start) < SHOWN:
+                start = (start + piece.text)[:SHOWN]
+            if piece.ends:
+                self._add(size, content.intdigest(), start)
+                content.reset()
+                size = 0
+                start = ""
+
+    def _count_empty(self) -> None:
+        self.empty += 1
+
+    def _add(self, size: int, content: int, start: str) -> None:
+        number = self.lengths.documents
+        self.lengths.add([size])
+        self.hashes.add(content)
+        # Each of n documents is kept with the same probability (Vitter 1985, algorithm R).
+        slot = number if number < SAMPLES else self._draws.randrange(number + 1)
+        if slot < SAMPLES:
+            self.samples[slot : slot + 1] = [(number, Sample(self.place(number), start))]
