@@ -62,11 +62,12 @@ def split_of(parts: tuple[str, ...]) -> Split:
 
     `parts` are the names below the folder of the data set; the last one is that of the file.
     """
-    for name in reversed(parts):
-        for word in re.split(r"[^a-z]+", name.lower()):
-            if word in WORDS:
-                return WORDS[word]
-    return "train"
+    return next((split for split in map(split_in, reversed(parts)) if split), "train")
+
+
+def split_in(name: str) -> Split | None:
+    """Return the split that a name says, or None."""
+    return next((WORDS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in WORDS), None)
 
 
 def _check_splits(folder: Path) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from jaxdist.config import RequestError
 from jaxdist.data.addresses import is_address
 from jaxdist.data.compressed import ending_of
-from jaxdist.data.dataset_folders import shards_of, split_of
+from jaxdist.data.dataset_folders import shards_of, split_in, split_of
 from jaxdist.data.readers import is_token_file, reader_of
 from jaxdist.data.readers.megatron import bin_of
 from jaxdist.data.readers.plain_text import PLAIN_TEXT
@@ -173,11 +173,17 @@ def _below(folder: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _readable(files: Iterable[Path]) -> NamedFiles:
-    """Leave out what is no text and no form that is read; where there is no such file, all are texts."""
+    """Leave out what is no text and no form that is read; where there is no such file, all are texts.
+
+    Texts beside the tokens to train on, such as the input.txt of nanoGPT beside its train.bin, are what these are of.
+    """
     files, empty = _without_empty(files)
     known = tuple(path for path in files if ending_of(path) == TEXT or reader_of(path) != PLAIN_TEXT)
     if not known:
         return NamedFiles(files, empty)
+    tokens = tuple(path for path in known if is_token_file(path))
+    if any(split_in(path.stem) == "train" for path in tokens):
+        known = tokens
     read = set(known)
     return NamedFiles(known, (*empty, *(path for path in files if path not in read)))
 

@@ -145,7 +145,7 @@ def test_a_run_that_left_splits_out_goes_on(tmp_path):
 
 
 def test_tokens_and_rows_are_two_kinds(tmp_path):
-    (tmp_path / "train.bin").write_bytes(ids(*range(99)))
+    (tmp_path / "a.bin").write_bytes(ids(*range(99)))
     (tmp_path / "train.parquet").write_bytes(parquet(table("a")))
     with pytest.raises(RequestError, match=r"names tokens, '.*bin', and text, '.*parquet'; give files of one kind"):
         open_(path=tmp_path)

@@ -14,11 +14,13 @@ TRAIN, VALIDATION = np.arange(240), np.arange(100, 160)
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder as nanoGPT writes it, but for its texts: `train.bin`, `val.bin` and a pickle."""
+    """A folder as nanoGPT's data/shakespeare_char writes it: tokens, the text that they are of, and a pickle."""
     data = tmp_path / "char"
     data.mkdir()
     (data / "train.bin").write_bytes(ids(*TRAIN))
     (data / "val.bin").write_bytes(ids(*VALIDATION))
+    for name in ("input.txt", "prepare.py", "readme.md"):
+        (data / name).write_text(POEM)
     (data / "meta.pkl").write_bytes(b"\x80\x04\x95\x07\x00\x00\x00\x00\x00\x00\x00\x8c\x03abc\x94.")
     return data
 
@@ -27,7 +29,10 @@ def test_a_folder_of_nanogpt_is_training_and_validation(folder):
     corpus = open_(path=folder)
     assert corpus.train.tokens.ids.tolist() == TRAIN.tolist()
     assert corpus.validation.tokens.ids.tolist() == VALIDATION.tolist()
-    assert corpus.source == f"{folder} (1 .pkl left out), 240 tokens and 60 held out in {folder / 'val.bin'}"
+    assert (
+        corpus.source
+        == f"{folder} (1 .txt, 1 .pkl, 1 .py and 1 more left out), 240 tokens and 60 held out in {folder / 'val.bin'}"
+    )
     named = open_(path=folder / "train.bin", validation_path=folder / "val.bin")
     assert open_(path=folder / "*.bin").fingerprint == named.fingerprint == corpus.fingerprint
 
@@ -42,7 +47,7 @@ def test_validation_and_test_are_left_out_where_other_validation_is_named(folder
     (folder / "test.bin").write_bytes(ids(*range(50)))
     corpus = open_(path=folder, validation_path=write("other.bin", ids(*range(70))))
     assert [corpus.train.tokens.length, corpus.validation.tokens.length] == [240, 70]
-    assert "2 .bin, 1 .pkl left out" in corpus.source
+    assert "(2 .bin, 1 .txt, 1 .pkl and 2 more left out)" in corpus.source
 
 
 def test_shards_of_llm_c_are_read_in_order(tmp_path):
