@@ -28,6 +28,7 @@ from jaxdist.api.request import (
     unsplit,
 )
 from jaxdist.cluster import runtime, xla_options
+from jaxdist.cluster.script import check_joined, join
 from jaxdist.config import compute_dtype
 from jaxdist.mesh import BATCH_AXES, PIPELINE, describe, make_mesh, parse_mesh
 from jaxdist.models import Params, foreign
@@ -47,7 +48,7 @@ from jaxdist.training.forward.module import ModuleForward, Scope
 from jaxdist.training.forward.module_pipeline import ModulePipelineForward, check_request, staged, stages_of_module
 from jaxdist.training.forward.step import Forward, Metrics, Step, TrainState
 
-__all__ = ["Parallel", "parallelize", "scan", "stack", "staged"]
+__all__ = ["Parallel", "join", "parallelize", "scan", "stack", "staged"]
 
 
 def parallelize(
@@ -116,6 +117,8 @@ def parallelize(
         check_request(mesh, loss_fn, scope, shape)
     else:
         check_no_schedule(mesh, schedule, virtual_stages)
+    if not devices:
+        check_joined()
     device_mesh = make_mesh(shape, devices) if devices else runtime.start(shape)
     model = foreign.describe(model_fn, partial(_synchronize_statistics, scope, device_mesh))
     check_trained(model, wrt)

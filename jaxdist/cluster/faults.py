@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,12 @@ ERROR = "error"
 
 LOST = "lost"
 """Kind of fault: a process lost its connection to another one."""
+
+INTERRUPTED = "interrupted"
+"""Kind of fault: Ctrl-C in the script of a user."""
+
+ENDED = "ended"
+"""No fault: all processes have come to their end, and none listens any more."""
 
 LOST_PEER_ERROR = re.compile(
     r"connection (reset|closed|refused)|closed by (remote )?peer|socket closed|broken pipe|remote process exited|"
@@ -141,28 +148,30 @@ def announce(env: ProcessEnv, kind: str, code: int) -> bool:
     return kv_store.post("fault", json.dumps({"process": env.process, "kind": kind, "code": code}))
 
 
-def listen(env: ProcessEnv, where: Callable[[], str]) -> None:
+def listen(env: ProcessEnv, where: Callable[[], str]) -> threading.Thread:
     """End this process when another one announces a fault; after a hang, print the stacks of all threads first.
 
-    `where` returns what this process is doing.
+    `where` returns what this process is doing. Returns the thread that listens, until `ENDED` is announced.
     """
 
     def end(text: str) -> None:
         fault = json.loads(text)
         kind = fault["kind"]
         first = fault["process"]
-        if first == env.process:
+        if first == env.process or kind == ENDED:
             return
         if kind == LOST:
             kv_store.post(f"alive/{env.process}", "")
             say(env, f"ended because process {first} found that a process was lost; this process was {where()}")
+        elif kind == INTERRUPTED:
+            say(env, f"ended because process {first} was interrupted; this process was {where()}")
         else:
             say(env, f"ended because process {first} failed; this process was {where()}")
         if kind == HANG:
             say(env, *stacks())
         leave(env, fault["code"])
 
-    kv_store.watch("fault", end)
+    return kv_store.watch("fault", end)
 
 
 def say(env: ProcessEnv, *lines: str) -> None:

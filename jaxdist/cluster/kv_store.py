@@ -106,8 +106,8 @@ def _read_until(name: str, deadline: float) -> Any:
     return None
 
 
-def watch(name: str, then: Callable[[str], None]) -> None:
-    """Call `then`, in a thread, with the text of `name` as soon as it is stored."""
+def watch(name: str, then: Callable[[str], None]) -> threading.Thread:
+    """Call `then` with the text of `name` as soon as it is stored, in the thread that is returned."""
 
     def wait() -> None:
         while True:
@@ -119,4 +119,6 @@ def watch(name: str, then: Callable[[str], None]) -> None:
                 return  # the job has ended
             return then(text)
 
-    threading.Thread(target=wait, name=f"jaxdist-{name}", daemon=True).start()
+    thread = threading.Thread(target=wait, name=f"jaxdist-{name}", daemon=True)
+    thread.start()
+    return thread

@@ -23,6 +23,8 @@ ALONE_HINT = "to run one process alone give --cluster.processes 1"
 JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """JAX itself reads JAX_COORDINATOR_ADDRESS only, and expects these two as arguments."""
 
+COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+
 OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 
 PMI = ("PMI_SIZE", "PMI_RANK")
@@ -84,6 +86,12 @@ class ProcessEnv:
         return self.alone or named_loopback(host_and_port(self.coordinator)[0])
 
     @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables by which `find` finds this place."""
+        processes, process = JAX
+        return {COORDINATOR: self.coordinator, processes: str(self.processes), process: str(self.process)}
+
+    @property
     def name(self) -> str:
         """Host and number of the process, for messages."""
         return f"{socket.gethostname()} process {self.process}"
@@ -107,7 +115,7 @@ def find(options: ClusterConfig, environment: Mapping[str, str] = os.environ) ->
         found.append(step)
     elif not found:
         _check_pmix(environment)
-    address = options.coordinator or environment.get("JAX_COORDINATOR_ADDRESS", "")
+    address = options.coordinator or environment.get(COORDINATOR, "")
     if not found:
         if address:
             raise RequestError(

@@ -1,0 +1,165 @@
+"""A user's own script as one process of a job: `jaxdist.join`.
+
+A job of `jaxdist.train` is a context manager around all that a run does (`cluster.job`). A script has no such frame, so
+that what ends its processes together hangs on the two ends of every Python program: an exception that nobody catches,
+and the exit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import TracebackType
+
+import jax
+from jax._src import xla_bridge
+from pydantic import ValidationError
+
+from jaxdist.cluster import faults, kv_store, lifeline, rendezvous
+from jaxdist.cluster.process_env import ProcessEnv, find
+from jaxdist.config import ClusterConfig, FaultConfig, RequestError
+from jaxdist.process.exit_codes import FAILED, STOPPED
+
+QUIET_SECONDS = 10.0
+"""How long a process that has come to its end waits for the others before it says so."""
+
+LAST_SECONDS = 300.0
+"""How long it waits for them at all; process 0 may still write, while the others have nothing left to do."""
+
+WHERE = "running its script"
+"""What a process of a script is doing, for messages."""
+
+_joined: list[ProcessEnv] = []
+"""The place of this process, once it has joined."""
+
+
+def join(
+    *, coordinator: str = "", processes: int = 0, process_id: int = -1, start_seconds: int = FaultConfig().start_seconds
+) -> ProcessEnv:
+    """Join the other processes that a launcher has started, and return the place of this one among them.
+
+    Call it at the beginning of a script, before anything uses jax. `jax.devices()` then has the devices of all
+    processes, and `jaxdist.parallelize` trains on them. A script that was started alone goes on alone. The place has
+    `process` (its number from 0), `processes`, `leader` (whether it is process 0) and `alone`.
+
+    From here on the processes end together: an exception in one ends all; one that has come to its end waits for the
+    others, 300 s at most.
+
+    The arguments are those of the options `--cluster` of train, for processes that no launcher tells where they are;
+    `processes=1` runs this one alone, whatever the environment says. The processes wait `start_seconds` for each other.
+
+    Raises `RequestError` where the environment contradicts itself, process 0 cannot be met, or jax is in use already.
+    """
+    if _joined:
+        return _joined[0]
+    env = _met() or find(_options(coordinator, processes, process_id))
+    lifeline.watch(lambda: _end_without_launcher(env))
+    if not env.alone and kv_store.processes() == 1:
+        _check_unused(env)
+        env = rendezvous.join(env, FaultConfig(start_seconds=start_seconds))
+    if not env.alone:
+        _end_together(env)
+    _joined.append(env)
+    return env
+
+
+def check_joined() -> None:
+    """Raise `RequestError` where a launcher has started several processes, and this one has joined none of them."""
+    if _joined or kv_store.processes() > 1:
+        return
+    env = ProcessEnv()
+    # What is incomplete says nothing for sure: the shell of a Slurm job has part of the variables of its tasks.
+    with suppress(RequestError):
+        env = find(ClusterConfig())
+    if not env.alone:
+        raise RequestError(
+            f"{env.source} say that this is process {env.process} of {env.processes}, but it has not joined the "
+            f"others; call jaxdist.join() at the beginning of the script, before anything uses jax "
+            f"(jaxdist.join(processes=1) runs each of them alone)"
+        )
+
+
+def _met() -> ProcessEnv | None:
+    """Return the place of a process that has met the others by `jax.distributed.initialize`."""
+    if kv_store.processes() == 1:
+        return None
+    return ProcessEnv(kv_store.processes(), kv_store.process(), kv_store.coordinator(), "jax.distributed.initialize")
+
+
+def _options(coordinator: str, processes: int, process_id: int) -> ClusterConfig:
+    try:
+        return ClusterConfig(coordinator=coordinator, processes=processes, process_id=process_id)
+    except ValidationError as error:
+        wrong = [f"{one['loc'][0]} is {one['input']!r}: {one['msg']}" for one in error.errors()]
+        raise RequestError(*wrong) from error
+
+
+def _check_unused(env: ProcessEnv) -> None:
+    """Raise `RequestError` if JAX has made its devices already: those of other processes cannot be added."""
+    if xla_bridge.backends_are_initialized():
+        raise RequestError(
+            f"process {env.process} of {env.processes} calls jaxdist.join() after jax has made its devices; call it "
+            f"before anything computes, makes an array or asks for devices"
+        )
+
+
+def _end_together(env: ProcessEnv) -> None:
+    """Let an exception here end all processes, one elsewhere end this one, and the exit wait for all."""
+    listener = faults.listen(env, lambda: WHERE)
+
+    def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            _interrupt(env)
+        else:
+            faults.fail(env, error)
+
+    sys.excepthook = fail
+    atexit.register(_wait_for_others, env, listener)
+
+
+def _interrupt(env: ProcessEnv) -> None:
+    """End all processes after Ctrl-C, which a terminal sends to all of them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if faults.announce(env, faults.INTERRUPTED, STOPPED):
+        faults.say(env, "interrupted")
+    faults.leave(env, STOPPED)
+
+
+def _wait_for_others(env: ProcessEnv, listener: threading.Thread) -> None:
+    """Wait until all processes have come to their end, and leave the job.
+
+    Python would abort over a thread that still listens, and JAX ends a process that leaves alone.
+    """
+    kv_store.post(f"ended/{env.process}", "")
+    began = time.monotonic()
+    if not _all_ended(env, listener, began + QUIET_SECONDS):
+        faults.say(
+            env,
+            f"has come to its end, and waits for the other processes; after {LAST_SECONDS:.0f} s the job ends (an "
+            f"exception would end all at once)",
+        )
+        if not _all_ended(env, listener, began + LAST_SECONDS):
+            faults.end_all(env, FAILED, [f"not all others have come to their end in {LAST_SECONDS:.0f} s"])
+    jax.distributed.shutdown()
+
+
+def _all_ended(env: ProcessEnv, listener: threading.Thread, deadline: float) -> bool:
+    """Return whether all have come to their end by the deadline, which the leader finds out and announces."""
+    if env.leader:
+        try:
+            for process in range(env.processes):
+                kv_store.read(f"ended/{process}", max(deadline - time.monotonic(), 0.01))
+        except TimeoutError:
+            return False
+        faults.announce(env, faults.ENDED, 0)
+    listener.join(max(deadline - time.monotonic(), 0))
+    return not listener.is_alive()
+
+
+def _end_without_launcher(env: ProcessEnv) -> None:
+    faults.say(env, "ended because the launcher of this process is gone: start the same command again")
+    faults.leave(env, FAILED)
