@@ -1,9 +1,14 @@
-"""`python -m jaxdist.launch local`, `... slurm`: start a run of several processes, and restart it after failures."""
+"""`python -m jaxdist.launch local`, `... slurm`: start a run of several processes, and restart it after failures.
+
+What stands behind `--` is a program of the user's, and all that is before belongs to the launcher; without it the
+program is `jaxdist.train`, and its options stand among those of the launcher.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,12 +20,16 @@ from jaxdist.output.units import counted
 from jaxdist.request import Extra, Request, arguments, run
 from jaxdist.request.checks.devices import check_cpus, check_gpus, check_nodes, fills, tasks_per_node
 from jaxdist.request.knobs import KNOBS, canonical, option
+from jaxdist.request.options import Scan
+from jaxdist.request.pretrained import RUNS
 
 if TYPE_CHECKING:
+    from jaxdist.cluster.program import Program
     from jaxdist.cluster.slurm import Script
     from jaxdist.training.run_dir import RunFolder
 
 USAGE = """usage: python -m jaxdist.launch WHERE [CONFIG] [options of the launcher and of train]   (see WHERE --help)
+       python -m jaxdist.launch WHERE [options of the launcher] -- SCRIPT [its options]
 
   local     --processes N: on this machine, with its GPUs divided among the processes, or on its CPU
   slurm     --nodes N --gpus-per-node G --time T: as a Slurm job, whose script is printed or submitted"""
@@ -31,15 +40,20 @@ PROCESS_KNOBS = [name for name in KNOBS if not name.startswith("cluster.")]
 SLURM_KNOBS = [*PROCESS_KNOBS, "cluster.site"]
 """Knobs of a Slurm job: its tasks, which all have the same options, can find their sites in Slurm's topology."""
 
+SCRIPT_KNOBS = ["run_dir", "checkpoint.grace_seconds"]
+"""Knobs of a job that runs a user's own script: where its checkpoints and logs are, and how long it takes to stop."""
+
 LOCAL = (
     "Start N processes of one run on this machine, and restart all of them from the newest checkpoint when one dies. "
-    "SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C are passed to all of them; they save a checkpoint and exit."
+    "SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C are passed to all of them; they save a checkpoint and exit. "
+    "With -- SCRIPT, or -- -m MODULE, they run a program of your own, which calls jaxdist.join()."
 )
 
 SLURM = (
     "Print the sbatch script of a run, or submit it. The job saves and requeues itself before its time limit, and "
     "when it fails; each start resumes from the newest checkpoint. Pass other options to sbatch directly: "
-    "python -m jaxdist.launch slurm ... | sbatch --qos=long"
+    "python -m jaxdist.launch slurm ... | sbatch --qos=long. With -- SCRIPT, or -- -m MODULE, the job runs a program "
+    "of your own, which calls jaxdist.join()."
 )
 
 
@@ -55,6 +69,44 @@ def main(argv: list[str] | None = None) -> int:
     return WHERE[argv[0]](argv[1:])
 
 
+@dataclass(frozen=True)
+class Launch:
+    """What is to be launched."""
+
+    request: Request
+    program: Program | None
+    """The user's own program; None for train."""
+
+
+def launch_of(argv: list[str], command: str, about: str, extras: Sequence[Extra], knobs: Sequence[str]) -> Launch:
+    """Parse the command line of a launcher, whose own options are `extras`; `knobs` are those that train may have."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    words = argv[:split]
+    if split == len(argv):
+        scripts = [word for word in Scan.of(words, extras).positionals if word.endswith(".py")]
+        if scripts:
+            raise RequestError(f"{scripts[0]} is a script and not a CONFIG: write -- before it, and its options after")
+        return Launch(arguments(words, command, about, extras=extras, knobs=knobs), None)
+    from jaxdist.cluster.program import Program
+
+    program = Program.of(argv[split + 1 :])
+    given = Scan.of(words, extras).options
+    of_train = [option(name) for name in given if name in KNOBS and name not in SCRIPT_KNOBS]
+    if of_train:
+        raise RequestError(
+            f"{', '.join(of_train)} cannot stand before the --: what runs is {program.name}, not train; write the "
+            f"options of a script after it"
+        )
+    if "run_dir" not in given:
+        words = [*words, f"--run-dir={RUNS / program.name}"]
+    request = arguments(words, command, about, positional=None, extras=extras, knobs=SCRIPT_KNOBS)
+    missing = [name for name in ("processes", "time") if request.extras.get(name, True) in (0, "")]
+    behind = [word for word in program.words if canonical(word.removeprefix("--").partition("=")[0]) in missing]
+    if behind:
+        raise RequestError(f"{behind[0]} stands behind --, where all belongs to {program.name}; write it before the --")
+    return Launch(request, program)
+
+
 def local(argv: list[str]) -> int:
     """Start the processes of a run on this machine, and restart them after failures. Return the exit code."""
     extras = [
@@ -62,46 +114,73 @@ def local(argv: list[str]) -> int:
         Extra("restarts", 3, "Largest number of restarts within --minutes.", CountOrZero),
         Extra("minutes", 60.0, "Failures longer ago than this do not count.", PositiveMinutes),
     ]
-    request = arguments(argv, "launch local", LOCAL, extras=extras, knobs=PROCESS_KNOBS)
+    job = launch_of(argv, "launch local", LOCAL, extras, PROCESS_KNOBS)
+    request = job.request
     # Inside a multi-process job, each process would start all the processes.
     check_alone("launch")
-    config = request.config
     if not request.extras["processes"]:
         raise RequestError("--processes is missing: how many processes to start, such as --processes 2")
 
     from jaxdist.cluster.local import Supervisor, say, shares
     from jaxdist.training.checkpoint.step_dir import StepDir
-    from jaxdist.training.entering import enter
     from jaxdist.training.run_dir import RunFolder
 
+    config = request.config
     folder = RunFolder(config.folder)
-    # Its problems are reported once here, instead of by each process.
-    enter(folder, config)
-
-    gpus_of_processes = shares(request.extras["processes"])
-    gpus = sum(len(share.split(",")) for share in gpus_of_processes if share)
-    if gpus:
-        check_gpus(config, gpus, gpus, f"the {counted(gpus, 'GPU')} of this machine")
+    gpus_of_processes: list[str | None]
+    if job.program:
+        folder.check_layout()
+        gpus_of_processes = shares(request.extras["processes"])
+        command = partial(run_script, job.program)
+        fits = never
     else:
-        check_cpus(config, len(gpus_of_processes), f"{counted(len(gpus_of_processes), 'process')} of this machine")
-    # A process without GPUs has one device.
-    devices_each = len((gpus_of_processes[0] or "0").split(","))
+        gpus_of_processes = shares_of_train(folder, config, request.extras["processes"])
+        command = partial(train, request)
+        # A process without GPUs has one device.
+        fits = partial(fills, config, each=len((gpus_of_processes[0] or "0").split(",")))
 
     def newest_step() -> int:
         return max(StepDir(folder.checkpoints).sealed(), default=0)
 
-    job = Supervisor(
-        command=partial(train, request),
+    supervisor = Supervisor(
+        command=command,
         shares=gpus_of_processes,
-        fits=partial(fills, config, each=devices_each),
+        fits=fits,
         newest=newest_step,
         restarts=request.extras["restarts"],
         minutes=request.extras["minutes"],
         grace=config.checkpoint.grace_seconds,
         tell=say,
         in_use=partial(in_use, folder, config.fault.heartbeat_seconds),
+        script=job.program is not None,
     )
-    return job.run()
+    return supervisor.run()
+
+
+def shares_of_train(folder: RunFolder, config: Config, processes: int) -> list[str | None]:
+    """Return the GPUs of each process of a run of train. Raises `RequestError` where it could not begin."""
+    from jaxdist.cluster.local import shares
+    from jaxdist.training.entering import enter
+
+    # Its problems are reported once here, instead of by each process.
+    enter(folder, config)
+    found = shares(processes)
+    gpus = sum(len(share.split(",")) for share in found if share)
+    if gpus:
+        check_gpus(config, gpus, gpus, f"the {counted(gpus, 'GPU')} of this machine")
+    else:
+        check_cpus(config, len(found), f"{counted(len(found), 'process')} of this machine")
+    return found
+
+
+def run_script(program: Program, _process: int, _processes: int, _coordinator: str, _again: bool) -> Sequence[str]:
+    """Return the argv of one process of a script, which finds its place in the environment."""
+    return [sys.executable, *program.words]
+
+
+def never(_processes: int) -> bool:
+    """Return that a script cannot do with fewer processes: the launcher does not know its mesh."""
+    return False
 
 
 def in_use(folder: RunFolder, limit: float) -> str:
@@ -138,21 +217,21 @@ def slurm(argv: list[str]) -> int:
     """Print the sbatch script of a run, or submit it. Return the exit code."""
     from jaxdist.cluster.slurm import make_logs, submit
 
-    request = slurm_arguments(argv)
+    job = slurm_launch(argv)
     check_alone("launch")
-    script = slurm_script(request)
+    script = slurm_script(job)
     text = script.text()
     make_logs(script.logs)
-    if request.extras["submit"]:
-        job = submit(text)
-        print(f"submitted job {job}; its log is {script.logs / job}.log, and scancel {job} ends it")
+    if job.request.extras["submit"]:
+        number = submit(text)
+        print(f"submitted job {number}; its log is {script.logs / number}.log, and scancel {number} ends it")
     else:
         print(text, end="")
     return 0
 
 
-def slurm_arguments(argv: list[str]) -> Request:
-    """Parse the command line; words after `--` are options of train only."""
+def slurm_launch(argv: list[str]) -> Launch:
+    """Parse the command line."""
     from jaxdist.cluster.slurm import PRESETS
     from jaxdist.cluster.slurm_values import Nodes, Time, Word
 
@@ -171,40 +250,32 @@ def slurm_arguments(argv: list[str]) -> Request:
         Extra("restarts", 3, "Largest number of consecutive restarts without a new checkpoint.", CountOrZero),
         Extra("submit", False, "Submit the script instead of printing it."),
     ]
-    split = argv.index("--") if "--" in argv else len(argv)
-    own_words = argv[:split]
-    train_words = argv[split + 1 :]
-    names = {extra.name for extra in extras}
-    for word in train_words:
-        if word.startswith("--") and canonical(word[2:].partition("=")[0]) in names:
-            raise RequestError(f"{word} is not an option of train; write it before the --")
-    request = arguments([*own_words, *train_words], "launch slurm", SLURM, extras=extras, knobs=SLURM_KNOBS)
-    site = request.config.cluster.site
+    job = launch_of(argv, "launch slurm", SLURM, extras, SLURM_KNOBS)
+    site = job.request.config.cluster.site
     if site not in ("", SLURM_SITE):
         raise RequestError(
             f"--cluster.site {site} would put all tasks of the job into one site; write {SLURM_SITE}, which stands for "
             f"the place of each task in Slurm's topology"
         )
-    if not request.extras["time"]:
+    if not job.request.extras["time"]:
         raise RequestError("--time is missing: after how long the job saves and is requeued, such as --time 12:00:00")
-    return request
+    return job
 
 
-def slurm_script(request: Request) -> Script:
+def slurm_script(job: Launch) -> Script:
     """Return the sbatch script of the request. Raises `RequestError` if it could not run. Writes nothing."""
     from jaxdist.cluster.slurm import Script, check_container, check_environment, check_partition, warning
     from jaxdist.cluster.slurm_values import node_counts, seconds
-    from jaxdist.data.paths import places_of
     from jaxdist.training.checkpoint.step_dir import StepDir
-    from jaxdist.training.entering import enter
     from jaxdist.training.run_dir import RunFolder
 
-    config = request.config
-    extras = request.extras
+    config = job.request.config
+    extras = job.request.extras
     folder = RunFolder(config.folder)
-    # Problems of the folder are reported here, and not after the job has waited in the queue.
-    enter(folder, config)
-    check_unfinished(folder, config)
+    if job.program:
+        folder.check_layout()
+    else:
+        check_startable(folder, config)
     check_environment(extras["env"])
     check_container(extras["container"])
     if seconds(extras["time"]) <= warning(config.checkpoint.grace_seconds):
@@ -214,16 +285,13 @@ def slurm_script(request: Request) -> Script:
             f"{config.checkpoint.grace_seconds:.12g}; lower that, or request more time"
         )
     tasks = tasks_per_node(extras["tasks_per_node"], extras["gpus_per_node"])
-    check_nodes(config, *node_counts(extras["nodes"]), extras["gpus_per_node"], tasks)
+    if not job.program:
+        check_nodes(config, *node_counts(extras["nodes"]), extras["gpus_per_node"], tasks)
     check_partition(extras["partition"], extras["nodes"])
-    # The script sets these two itself.
-    options = {name: text for name, text in request.overrides.items() if name not in ("run_dir", "resume")}
-    data = config.data
-    inputs = [*places_of(data.path), *places_of(data.validation_path), data.tokenizer, config.init_from]
-    inputs.append(Path(request.positional or ""))
     return Script(
-        train=words(request.positional, options),
-        reads=[path for path in inputs if path],
+        program=job.program.words if job.program else train_words(job.request),
+        is_train=job.program is None,
+        reads=[path for path in reads(job) if path],
         run_dir=config.folder,
         nodes=extras["nodes"],
         tasks_per_node=tasks,
@@ -242,6 +310,32 @@ def slurm_script(request: Request) -> Script:
         resume=config.resume,
         newest=max(StepDir(folder.checkpoints).sealed(), default=0),
     )
+
+
+def train_words(request: Request) -> list[str]:
+    """Return `-m jaxdist.train` and its options, without those two that the job script sets itself."""
+    options = {name: text for name, text in request.overrides.items() if name not in ("run_dir", "resume")}
+    return ["-m", "jaxdist.train", *words(request.positional, options)]
+
+
+def reads(job: Launch) -> list[Path | None]:
+    """Return the paths that the job reads besides its run folder; None or an empty path stands for none."""
+    from jaxdist.data.paths import places_of
+
+    if job.program:
+        return [job.program.script]
+    config = job.request.config
+    data = config.data
+    inputs = [*places_of(data.path), *places_of(data.validation_path), data.tokenizer, config.init_from]
+    return [*inputs, Path(job.request.positional or "")]
+
+
+def check_startable(folder: RunFolder, config: Config) -> None:
+    """Raise `RequestError` for problems of the run folder here, and not after the job has waited in the queue."""
+    from jaxdist.training.entering import enter
+
+    enter(folder, config)
+    check_unfinished(folder, config)
 
 
 def check_unfinished(folder: RunFolder, config: Config) -> None:

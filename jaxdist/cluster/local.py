@@ -9,14 +9,16 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxdist.cluster import lifeline
 from jaxdist.cluster.gpus import visible
+from jaxdist.cluster.labels import Labelled
+from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import RequestError
 from jaxdist.output.units import counted
-from jaxdist.process.exit_codes import BUSY, DONE, FAILED, REFUSED, STOPPED
+from jaxdist.process.exit_codes import BUSY, DONE, FAILED, REFUSED, STOPPED, is_result
 from jaxdist.process.stop_signals import SIGNALS, heeded
 
 LAST_WORDS = 10.0
@@ -30,6 +32,9 @@ GIVE_UP_ON = 2
 
 PAUSE = 60
 """Seconds until a run folder that is in use is tried again."""
+
+DRAIN = 2.0
+"""Seconds for which the last output of a process is waited for; a child of it may hold it open."""
 
 PATIENCE = 3600
 """Seconds for which a run folder that is in use is tried again, at most."""
@@ -60,11 +65,15 @@ class Supervisor:
     """Prints a message."""
     in_use: Callable[[], str]
     """Returns a sentence about the process that uses the run folder; empty if none does."""
+    script: bool = False
+    """Whether the program is the user's own: it reads its place from the environment, its exit codes may be results,
+    and all that its processes print is shown."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     stop_signal: str | None = None
     """Name of the signal that stops the job."""
     running: list[subprocess.Popen] = field(default_factory=list)
+    _labelled: list[Labelled] = field(default_factory=list)
     _pipe: int = -1
     """The file descriptor by which the processes notice that the supervisor is gone."""
     _signalled_at: float = 0.0
@@ -99,10 +108,12 @@ class Supervisor:
             if first is None:
                 self.tell(f"done{after}")
                 return DONE
-            outcome = describe_exit(codes[first])
             if self.stop_signal:
-                return self._report_stop(after, codes, outcome)
-            what = f"process {first} {outcome}"
+                return self._report_stop(after, codes, first)
+            what = f"process {first} {describe_exit(codes[first])}"
+            if self.script and is_result(codes[first]):
+                self.tell(f"process {first} ended with exit code {codes[first]}; that is not tried again")
+                return codes[first]
             if REFUSED in codes:
                 self.tell(f"{what}; that is not tried again")
                 return REFUSED
@@ -125,20 +136,25 @@ class Supervisor:
                 fewer = self._leave_out(first)
             if fewer:
                 failures_in_a_row = 0
-            where = f"step {newest}" if newest else "the beginning"
-            self.tell(f"{what}; all are started again from {where}{fewer}")
+            if newest or not self.script:
+                where = f"step {newest}" if newest else "the beginning"
+                self.tell(f"{what}; all are started again from {where}{fewer}")
+            else:
+                # Where a script goes on, and from what, is its own affair.
+                self.tell(f"{what}; all are started again")
             restarted.append(now)
             tries += 1
 
-    def _report_stop(self, after: str, codes: Sequence[int], outcome: str) -> int:
+    def _report_stop(self, after: str, codes: Sequence[int], first: int) -> int:
         """Report that a signal has ended the job, whose processes have these exit codes, and return the exit code."""
-        # Python itself was still starting where a process was ended by the signal: it has nothing to lose yet.
-        too_early = {-number for number in SIGNALS}
-        if STOPPED in codes or set(codes) <= too_early:
+        # Python itself was still starting where a process was ended by the signal: it has nothing to lose yet. A script
+        # may let the signal end it, in some of its processes.
+        unheeded = {DONE, *(-number for number in SIGNALS)}
+        if STOPPED in codes or set(codes) <= unheeded:
             self.tell(f"stopped by {self.stop_signal}{after}")
             return STOPPED
-        self.tell(f"stopped by {self.stop_signal}{after}: {outcome}")
-        return FAILED
+        self.tell(f"stopped by {self.stop_signal}{after}: {describe_exit(codes[first])}")
+        return codes[first] if self.script and is_result(codes[first]) else FAILED
 
     def _wait_for_folder(self) -> bool:
         """Wait until the run folder, which was in use, is free, and return whether it is.
@@ -172,14 +188,12 @@ class Supervisor:
             environment = {**os.environ, lifeline.VARIABLE: str(self._pipe)}
             if share is not None:
                 environment["CUDA_VISIBLE_DEVICES"] = share
-            # Of the other processes only standard error is shown.
-            output = None if process == 0 else subprocess.DEVNULL
             command = self.command(process, len(self.shares), coordinator, again)
-            self.running.append(
-                subprocess.Popen(
-                    command, env=environment, pass_fds=[self._pipe], stdin=subprocess.DEVNULL, stdout=output
-                )
-            )
+            if self.script:
+                self._start_script(command, environment, ProcessEnv(len(self.shares), process, coordinator))
+            else:
+                # Of the other processes only standard error is shown.
+                self._start(command, environment, None if process == 0 else subprocess.DEVNULL, None)
         if self.stop_signal:
             # A signal came while they were started, and has not reached all of them.
             self._send(signal.SIGTERM)
@@ -187,7 +201,29 @@ class Supervisor:
         self._kill()
         codes = [process.returncode for process in self.running]
         self.running = []
+        while self._labelled:
+            self._labelled.pop().close(DRAIN)
         return first, codes
+
+    def _start(
+        self, command: Sequence[str], environment: Mapping[str, str], output: int | None, errors: int | None
+    ) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            command, env=environment, pass_fds=[self._pipe], stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+        )
+        self.running.append(process)
+        return process
+
+    def _start_script(self, command: Sequence[str], environment: Mapping[str, str], place: ProcessEnv) -> None:
+        """Start a process of a user's script, which may import jaxdist or not; all but process 0 are labelled."""
+        environment = {**environment, **place.variables, "PYTHONUNBUFFERED": "1"}
+        if place.leader:
+            self._start(command, environment, None, None)
+            return
+        process = self._start(command, environment, subprocess.PIPE, subprocess.PIPE)
+        for pipe, descriptor in ((process.stdout, 1), (process.stderr, 2)):
+            assert pipe is not None
+            self._labelled.append(Labelled(pipe, descriptor, f"[{place.name}] "))
 
     def _wait(self) -> int | None:
         """Wait until all have ended, or one has failed and the others had time to say so.

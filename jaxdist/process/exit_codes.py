@@ -23,6 +23,15 @@ OUTCOMES = {DONE: "done", STOPPED: "stopped"}
 """Outcome of a run by its exit code; any other code is a failure."""
 
 
+def is_result(code: int) -> bool:
+    """Return whether an exit code of a user's script is a result of its own, with which a launcher ends as well.
+
+    After the others it starts the script again: 1, of an exception; the codes above; and signals, 128 and more in a
+    shell.
+    """
+    return FAILED < code < 128 and code not in (BUSY, STOPPED)
+
+
 def how_it_ended(code: int) -> str:
     """Return how a process ended, by the code that `subprocess` gives: with a code, or by a signal."""
     if code < 0:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -221,6 +222,47 @@ def test_but_not_while_checkpoints_are_made(job):
     steps = iter(range(100))
     made = job("sys.exit(1 if of == 3 else 0)", fits=lambda n: True, newest=lambda: next(steps))
     assert made.run() == 1
+
+
+def test_a_script_finds_its_place_and_each_line_has_a_name(job, capfd):
+    place = "os.environ[name] for name in ('JAX_PROCESS_ID', 'JAX_NUM_PROCESSES')"
+    made = job(f"print(*({place}), flush=me == 2); print('to stderr', file=sys.stderr)", script=True)
+    assert made.run() == 0
+    shown = capfd.readouterr()
+    name = socket.gethostname()
+    assert sorted(shown.out.splitlines()) == ["0 3", f"[{name} process 1] 1 3", f"[{name} process 2] 2 3"]
+    assert sorted(shown.err.splitlines()) == [*(f"[{name} process {i}] to stderr" for i in (1, 2)), "to stderr"]
+
+
+@pytest.mark.parametrize("code", [2, 3, 127])
+def test_the_exit_code_of_a_script_is_passed_on(job, tmp_path, code):
+    made = job(f"sys.exit({code})", script=True)
+    assert made.run() == code
+    assert len(pids(tmp_path)) == 3
+    assert made.told[0].endswith(f"ended with exit code {code}; that is not tried again")
+
+
+@pytest.mark.parametrize("how", ["sys.exit(1)", "sys.exit(85)", "sys.exit(134)", "os.kill(os.getpid(), 9)"])
+def test_but_a_script_that_fails_is_started_again(job, how):
+    made = job(f"if not again: {how}", script=True)
+    assert made.run() == 0
+    assert made.told[0].endswith("all are started again")
+    assert made.told[1] == "done after 1 restart"
+
+
+@pytest.mark.parametrize(("heeds", "code"), [("", 85), ("if me == 0: wait(0)", 85), ("wait(4)", 4), ("wait(1)", 1)])
+def test_a_signal_ends_a_script_in_its_own_way(job, tmp_path, heeds, code):
+    made = job(f"{heeds}\ntime.sleep(60)", script=True)
+    signal_soon(tmp_path, signal.SIGTERM, 3)
+    assert made.run() == code
+    assert made.told[0].startswith("stopped by SIGTERM")
+    assert len(pids(tmp_path)) == 3
+
+
+def test_a_script_that_goes_on_from_a_checkpoint_is_told_of(job):
+    made = job("sys.exit(not again)", script=True, newest=lambda: 7)
+    assert made.run() == 0
+    assert made.told[0].endswith("all are started again from step 7")
 
 
 def test_only_a_mesh_that_fills_up_does_with_fewer():
