@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxdist.cluster.address import NUMBER
 from jaxdist.cluster.local import PATIENCE, PAUSE
-from jaxdist.cluster.slurm_text import BODY, CHOOSE_COORDINATOR, GO_BACK, RESUME
+from jaxdist.cluster.slurm_text import BODY, CHOOSE_COORDINATOR, GO_BACK, OWN_SCRIPT, RESUME, TRAIN
 from jaxdist.cluster.slurm_values import node_counts
 from jaxdist.config import RequestError, nearest
 from jaxdist.process.exit_codes import BUSY, DONE, REFUSED, STOPPED
@@ -70,8 +70,8 @@ INHERITED = (
 class Script:
     """The values of a job script; `text` returns the script."""
 
-    train: Sequence[str]
-    """argv of train, without its Python, `--run-dir` and `--resume`."""
+    program: Sequence[str]
+    """What follows `python`; for train without `--run-dir` and `--resume`, which the script adds."""
     run_dir: Path
     nodes: str
     """Number of nodes, or a range: `4`, `2-4`."""
@@ -99,6 +99,8 @@ class Script:
     restarts: int = 3
     """How often in a row the job may fail without a new checkpoint."""
     resume: str = "auto"
+    is_train: bool = True
+    """Whether the program is jaxdist.train; a program of the user's gets only the options that it is given."""
     newest: int = 0
     """Step of the newest checkpoint at present."""
     pause: int = PAUSE
@@ -123,13 +125,14 @@ class Script:
             "pause": f"{self.pause} # seconds until a run folder that is in use is tried again",
             "patience": f"{self.patience} # seconds for which it is tried again, at most",
             "srun": f"({shlex.join(self._srun())})",
-            "train": f"({shlex.join([python, '-m', 'jaxdist.train', *self.train])})",
+            "program": f"({shlex.join([python, *self.program])})",
         }
+        kind = TRAIN if self.is_train else OWN_SCRIPT
         parts = {
             "inherited": " ".join(INHERITED),
             "environment": self._environment(),
             "coordinator": CHOOSE_COORDINATOR if self.container else "",
-            "resume": self._resume(),
+            "resume": self._resume() if self.is_train else "",
             "last_words": str(LAST_WORDS),
             "busy": str(BUSY),
             "done": str(DONE),
@@ -138,7 +141,10 @@ class Script:
         }
         # In one pass, so that what looks like a name within a value is left alone.
         names = "|".join(parts)
-        body = re.sub("{(" + names + ")}", lambda match: parts[match[1]], BODY)
+        body = BODY
+        for name, text in kind._asdict().items():
+            body = body.replace("{" + name + "}", text)
+        body = re.sub("{(" + names + ")}", lambda match: parts[match[1]], body)
         return "\n".join(
             [
                 "#!/bin/bash",

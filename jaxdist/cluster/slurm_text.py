@@ -6,6 +6,8 @@ there are read as numbers or not at all, and are written under new names.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from jaxdist.cluster.process_env import FIRST_PORT, PORTS
 
 BODY = r"""
@@ -58,7 +60,7 @@ start() { # set code to the exit code of the run
     exec 4< <(
         trap : TERM
         srun --ntasks-per-node="$tasks" --export=ALL --kill-on-bad-exit=0 --wait={last_words} "${srun[@]}" \
-            "${train[@]}" --run-dir="$run" --resume="$resume" >&3 3>&-
+            {command} >&3 3>&-
         echo $?
     )
     child=$!
@@ -87,7 +89,7 @@ done
 
 if [ "$code" = {done} ]; then say "done"; exit {done}; fi
 if [ -n "$ended" ]; then say "ended by Slurm (exit code $code)"; exit "$code"; fi
-if [ "$code" = {refused} ]; then say "the request was refused: that is not tried again"; exit {refused}; fi
+{final}
 look
 if [ "$newest" != "$before" ]; then failures=0; fi
 if [ "$newest" = "$before" ] || [ "$code" != {stopped} ]; then failures=$((failures + 1)); fi
@@ -99,7 +101,7 @@ if ! put "$state.failures" "$failures $newest"; then
     say "exit code $code; $state.failures, which counts the failures, cannot be written: submit it again"
     exit "$code"
 fi
-say "exit code $code; requeued, to continue from $([ "$newest" = 0 ] && echo the beginning || echo "step $newest")"
+say "exit code $code; requeued{onward}"
 scontrol requeue "$SLURM_JOB_ID" && exit {done}
 case $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") in
 PENDING | COMPLETING) exit {done} ;; # Slurm itself has requeued it, as after the loss of a node
@@ -107,6 +109,35 @@ esac
 say "it cannot be requeued: submit it again"
 exit "$code"
 """
+
+
+class Kind(NamedTuple):
+    """The parts of the body that differ between train and a user's own script; names in braces are filled in later."""
+
+    command: str
+    """The words of the program, and how srun shows what they print."""
+    final: str
+    """The line that ends the job for good after some exit codes."""
+    onward: str
+    """Where the program goes on, in a message."""
+
+
+TRAIN = Kind(
+    command='"${program[@]}" --run-dir="$run" --resume="$resume"',
+    final='if [ "$code" = {refused} ]; then say "the request was refused: that is not tried again"; exit {refused}; fi',
+    onward=', to continue from $([ "$newest" = 0 ] && echo the beginning || echo "step $newest")',
+)
+
+OWN_SCRIPT = Kind(
+    command='--label env PYTHONUNBUFFERED=1 "${program[@]}"',
+    final="""\
+# Codes from 2 are results of the script, except {stopped} and those of signals, from 128.
+if [ "$code" -ge 2 ] && [ "$code" -lt 128 ] && [ "$code" != {stopped} ]; then
+    say "exit code $code: that is not tried again"
+    exit "$code"
+fi""",
+    onward='$([ "$newest" = 0 ] || echo "; the newest checkpoint is that of step $newest")',
+)
 
 CHOOSE_COORDINATOR = f"""\
 # The tasks would ask scontrol for the first node, but a container may not have it.

@@ -67,8 +67,8 @@ def test_nodes():
         (["--time=10", "--nodes=3", "--mesh=3x1x1"], "train.global_batch_size 16 does not divide by 3 data ranks"),
         (["--time=10", "--nodes=1-3", "--mesh=auto", "--parallel.zero=2"], "--mesh auto decides --parallel.zero too"),
         (["--time=10", "--cluster.processes=2"], "--cluster.processes has no effect on this command"),
-        (["--time=10", "--", "--nodes=2"], "--nodes=2 is not an option of train; write it before the --"),
-        (["--time=10", "--", "--train.stepps=2"], "did you mean '--train.steps'?"),
+        (["--time=10", "--", "--nodes=2"], "--nodes=2 stands behind --, where a program begins: write options of the"),
+        (["--time=10", "--train.stepps=2"], "did you mean '--train.steps'?"),
         (["--time=10", "--resume=7"], "holds no run to go back to step 7"),
         (
             ["--time=10", "--container=a/jax.sif"],
@@ -83,14 +83,14 @@ def test_mistakes_are_told_before_anything_is_written(argv, fragment, played):
 
 
 def test_it_is_printed_and_its_log_has_a_folder(played, capsys):
-    asked = ["--nodes=2-4", "--gpus-per-node=4", "--time=2-0", "--account=a1", "--", "--train.steps=7", "gpt_tiny"]
+    asked = ["--nodes=2-4", "--gpus-per-node=4", "--time=2-0", "--account=a1", "--train.steps=7", "gpt_tiny"]
     script = told(*asked, capsys=capsys)
     assert script == told(*asked, capsys=capsys)  # what it has made is no stranger in the run folder
     lines = script.splitlines()
     for line in ("--nodes=2-4", "--mincpus=4", "--gpus-per-node=4", "--time=2-0", "--account=a1", "--requeue"):
         assert f"#SBATCH {line}" in lines
     assert "#SBATCH --output=runs/gpt_tiny/slurm/%j.log\n#SBATCH --open-mode=append" in script
-    assert f"train=({sys.executable} -m jaxdist.train gpt_tiny --train.steps=7)" in lines
+    assert f"program=({sys.executable} -m jaxdist.train gpt_tiny --train.steps=7)" in lines
     assert Path("runs/gpt_tiny/slurm").is_dir()
     assert "tasks=4" in lines
     assert "--ntasks-per-node=4" not in script  # with it, Slurm would give no more nodes than the fewest
@@ -98,6 +98,23 @@ def test_it_is_printed_and_its_log_has_a_folder(played, capsys):
     script = told("--nodes=2", "--time=9", capsys=capsys)
     assert "#SBATCH --ntasks-per-node=1\n" in script
     assert "gpus" not in script
+
+
+def test_a_script_of_ones_own(played, capsys):
+    Path("my train.py").write_text("import absent")
+    asked = ["--nodes=2", "--gpus-per-node=4", "--time=9", "--", "my train.py", "--mesh", "3x1x1"]
+    script = told(*asked, capsys=capsys)
+    assert f"program=({sys.executable} 'my train.py' --mesh 3x1x1)\n" in script
+    assert '#SBATCH --output="runs/my train/slurm/%j.log"' in script
+    assert "tasks=4\n" in script
+    assert Path("runs/my train/slurm").is_dir()
+    asked[:0] = ["--run-dir=other", "--checkpoint.grace-seconds=100", "--container=image"]
+    script = told(*asked, capsys=capsys)
+    assert "#SBATCH --output=other/slurm/%j.log\n" in script
+    assert "#SBATCH --signal=B:USR1@130\n" in script
+    assert "program=(python 'my train.py'" in script
+    with pytest.raises(RequestError, match="--time=9 stands behind --, where all belongs to my train"):
+        launch.main(["slurm", "--", "my train.py", "--time=9"])
 
 
 def test_a_folder_of_logs_that_leads_elsewhere_is_refused(played):

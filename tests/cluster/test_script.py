@@ -15,9 +15,13 @@ from tests.cluster.played import Played
 EVIL = "a b; touch evil $(touch evil) `touch evil` 'c' \"d\" # %j é"
 """A name that harms where it is not quoted."""
 
+TRAIN = ("-m", "jaxdist.train")
+
 
 def made(**more: object) -> Script:
-    settings = dict(train=["--mesh=4x1x1"], run_dir=Path("runs/a"), nodes="2", tasks_per_node=2, time="10", grace=60.0)
+    settings = dict(
+        program=[*TRAIN, "--mesh=4x1x1"], run_dir=Path("runs/a"), nodes="2", tasks_per_node=2, time="10", grace=60.0
+    )
     return Script(**settings | dict(python="python", home=Path.cwd()) | more)
 
 
@@ -39,6 +43,7 @@ def save(*steps: int) -> None:
         {"container": "jax.toml"},
         {"resume": "never"},
         {"resume": "20", "newest": 60},
+        {"is_train": False},
     ],
     ids=str,
 )
@@ -66,7 +71,9 @@ def as_sbatch_reads(line: str) -> str:
 
 def test_a_name_that_would_do_harm_is_only_a_name(played):
     harmful = [f"--data.path={EVIL}", "--data.path=two\nlines", "{resume}", "-x", ""]
-    script = made(run_dir=Path("runs") / EVIL, train=harmful, python=f"/bin/{EVIL}", name=f"\\ {EVIL}").text()
+    script = made(
+        run_dir=Path("runs") / EVIL, program=[*TRAIN, *harmful], python=f"/bin/{EVIL}", name=f"\\ {EVIL}"
+    ).text()
     lines = {line.split("=")[0]: as_sbatch_reads(line) for line in script.splitlines() if line.startswith("#SBATCH")}
     assert lines["#SBATCH --job-name"] == f"\\ {EVIL}"
     assert lines["#SBATCH --output"] == f"runs/{EVIL.replace('%', '%%')}/slurm/%j.log"
@@ -275,7 +282,7 @@ def test_containers(played):
     home = Path.cwd()
     reads = [Path("/data/text"), Path("here"), home / "there"]
     script = made(container="nvcr.io#nvidia/jax", run_dir=Path("/runs/a"), reads=reads, cpus_per_task=8).text()
-    assert re.search(r"^train=\(python -m jaxdist.train", script, re.MULTILINE)
+    assert re.search(r"^program=\(python -m jaxdist.train", script, re.MULTILINE)
     played.run(script.replace("run=/runs/a", "run=runs/a"), "exit 0")
     [arguments] = played.calls("srun")
     assert arguments[arguments.index("python") - 4 : arguments.index("python")] == [
@@ -289,3 +296,37 @@ def test_containers(played):
     played.run(alone, "exit 0", SLURM_JOB_NUM_NODES="1")
     assert f"--environment={home}/jax.toml" in played.calls("srun")[0]
     assert "JAX_COORDINATOR_ADDRESS" not in played.seen()
+
+
+def own(**more: object) -> Script:
+    """The job of a user's own script."""
+    return made(program=["my train.py", "--its", "{final}"], is_train=False, **more)
+
+
+def test_a_script_gets_its_own_options_and_no_others(played):
+    assert played.run(own().text(), "exit 0") == (0, "jaxdist.launch: job 7: done\n")
+    [arguments] = played.calls("srun")
+    assert arguments[-7:] == ["--label", "env", "PYTHONUNBUFFERED=1", "python", "my train.py", "--its", "{final}"]
+
+
+@pytest.mark.parametrize("code", [2, 3, 127])
+def test_an_exit_code_of_a_script_is_the_end(played, code):
+    status, written = played.run(own().text(), f"exit {code}")
+    assert (status, written) == (code, f"jaxdist.launch: job 7: exit code {code}: that is not tried again\n")
+    assert played.calls("scontrol") == []
+
+
+@pytest.mark.parametrize("code", [1, 85, 137])
+def test_a_script_that_fails_is_requeued_only_so_often(played, code):
+    text = own(restarts=1).text()
+    assert played.run(text, f"exit {code}") == (0, f"jaxdist.launch: job 7: exit code {code}; requeued\n")
+    assert "given up: 2 times in a row" in played.run(text, f"exit {code}")[1]
+    save(5)
+    told = f"exit code {code}; requeued; the newest checkpoint is that of step 5\n"
+    assert played.run(text, f"exit {code}")[1].endswith(told)
+    assert ["requeue", "7"] in played.calls("scontrol")
+
+
+def test_a_script_in_use_elsewhere_waits_too(played):
+    free = 'echo >>"$PLAYED/starts"; [ "$(wc -l <"$PLAYED/starts")" = 2 ] || exit 75'
+    assert played.run(own(pause=0).text(), f"{free}; exit 0")[1].endswith("job 7: done\n")
