@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,19 @@ Tree = Any
 
 Params = dict[str, Any]
 """Nested dict of arrays; of a decoder, `params["blocks"]` holds every layer, stacked on a leading L."""
+
+
+class Weighted(NamedTuple):
+    """A sum over rows, or over what counts of them, and the sum of the weights by which it is to be divided."""
+
+    total: Float[Array, ""]
+    weight: Float[Array, ""]
+
+    @property
+    def mean(self) -> Float[Array, ""]:
+        """The total over the weight; the total itself where the weight is zero."""
+        return self.total / jnp.where(self.weight == 0, 1, self.weight).astype(self.total.dtype)
+
 
 LogicalAxes = tuple[str | None, ...]
 """The logical axes of one array, one name (or None) for each dim."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxdist.api.means import MeanCheck
 from jaxdist.api.request import (
     Batch,
     Precision,
@@ -84,8 +85,10 @@ def parallelize(
     traced, it refuses a call that assigns or makes parameters, or changes an attribute that is not an `nnx.Variable`.
 
     `loss_fn(module, batch)`, or `loss_fn(module, batch, train)`, returns the mean over the rows of `batch`, or that and
-    a dict of further means. With gradient accumulation it sees one micro-batch at a time, and so does batch norm.
-    `scope` says which of its rows they see at once:
+    a dict of further means. Where not all rows count alike, as with masks, it returns a pair (sum, weight), or a dict
+    of such pairs with one named "loss": sums and weights are added up over all micro-batches and devices, and divided
+    once. With gradient accumulation it sees one micro-batch at a time, and so does batch norm. `scope` says which of
+    its rows they see at once:
 
     * `"batch"` calls it with all rows of a micro-batch, on whatever device they are: the result is that of one device.
     * `"rows"` calls it on every device with the rows there. Fewer bytes move: there is one reduction in a step, of tied
@@ -127,11 +130,13 @@ def parallelize(
     split = to_be_split(layout, model, shard)
     options = ZeroOptions(zero, summed=scope != "batch", wrt=wrt, may_split=split)
     forward: Forward
+    check = None
     if pipelined:
         stages = stages_of_module(model, shape[PIPELINE], virtual_stages)
         forward = ModulePipelineForward(model, layout, stages, schedule, accumulation, dtype, options)
     else:
         forward = ModuleForward(model, loss_fn, layout, scope, dtype, options)
+        check = MeanCheck(forward, accumulation * (1 if scope == "batch" else layout.ranks))
     notes = [_note_unsplit(layout, forward, split) if zero else ""]
     without_rule = unruled(layout, model, rules or {})
     if without_rule:
@@ -141,9 +146,8 @@ def parallelize(
     rule = on_shards(optimizer, places, part_of(forward.abstract, places))
     step = Step(forward, rule, keep=precision == "mixed")
     compiler_options = xla_options.options_for(device_mesh, sequence=bool(layout.sequence_parallel))
-    return Parallel(
-        Engine(device_mesh, layout, step, compiler_options), model, accumulation, "; ".join(filter(None, notes))
-    )
+    engine = Engine(device_mesh, layout, step, compiler_options)
+    return Parallel(engine, model, accumulation, "; ".join(filter(None, notes)), check)
 
 
 def _note_unsplit(layout: Layout, forward: Forward, split: Params) -> str:
@@ -157,14 +161,18 @@ def _note_unsplit(layout: Layout, forward: Forward, split: Params) -> str:
 class Parallel:
     """A module, its loss and its optimizer on a mesh. Made by `parallelize`."""
 
-    def __init__(self, engine: Engine, model: Foreign, accumulation: int, note: str):
-        """`note` says which parameters ZeRO leaves whole, and which names no rule splits; or it is empty."""
+    def __init__(self, engine: Engine, model: Foreign, accumulation: int, note: str, check: MeanCheck | None):
+        """`note` says which parameters ZeRO leaves whole, and which names no rule splits; or it is empty.
+
+        `check` looks at the first batches; None for a pipeline, whose head returns a mean over rows.
+        """
         self.mesh = engine.mesh
         self.layout = engine.layout
         self.accumulation = accumulation
         self.model = model
         self._engine = engine
         self._note = note
+        self._mean_check = check
 
     def __repr__(self) -> str:
         """Return the number of parameters, those that are trained, the mesh, ZeRO's stage, and what it cannot split."""
@@ -192,8 +200,11 @@ class Parallel:
         `ValueError` for a batch that does not divide, and for a state that was donated or lies on another mesh.
         """
         self._check_state(state)
+        batch = self._checked(batch)
+        if self._mean_check is not None:
+            self._mean_check.look(batch)
         with jax.set_mesh(self.mesh):
-            return self._engine.train(state, self._engine.micro_batches(self._checked(batch), self.accumulation))
+            return self._engine.train(state, self._engine.micro_batches(batch, self.accumulation))
 
     def evaluate(self, state: TrainState, batch: Batch) -> dict[str, float]:
         """Return `loss` and the further means over the rows of `batch`, with the module in evaluation mode.

@@ -17,15 +17,12 @@ from jaxtyping import Array, Float, Key
 
 from jaxdist.models import dim_names, effects
 from jaxdist.models.dim_names import Annotations
-from jaxdist.parallel.foreign import Agreement
-from jaxdist.sharding import Params, Tree, named
+from jaxdist.parallel.foreign import Agreement, Mean, Outcome
+from jaxdist.sharding import Params, Tree, Weighted, named
 
 LossFunction = Callable[..., Any]
 """`loss_fn(module, batch)`, or with a third argument named `train`. Returns a mean over the rows of `batch`, or
-(that mean, {name: another mean over rows})."""
-
-Computed = tuple[Float[Array, ""], Params, dict[str, Float[Array, ""]]]
-"""(loss, variables, further means)."""
+(that mean, {name: another mean over rows}); or a pair (sum, weight), or {"loss": such a pair, name: another}."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Foreign:
         """Return the parameters in `dtype`."""
         return jax.tree.map(lambda w: w.astype(dtype), params)
 
-    def loss(self, loss_fn: LossFunction, params: Params, variables: Params, batch: Any, train: bool) -> Computed:
+    def loss(self, loss_fn: LossFunction, params: Params, variables: Params, batch: Any, train: bool) -> Outcome:
         """Return (loss, variables after it, further means) of the rows of `batch`.
 
         Raises `ValueError` where `loss_fn` returns no scalar, or leaves in the module what a step cannot keep.
@@ -242,27 +239,60 @@ def mean_over_rows(returned: Any) -> Float[Array, ""]:
     loss, further = _result(returned)
     if further:
         raise ValueError(f"head returned further means, {', '.join(sorted(further))}; a pipeline sums the loss alone")
+    if isinstance(loss, Weighted):
+        raise ValueError("head returned a pair (sum, weight); in a pipeline return the mean over the rows")
     return loss
 
 
-def _result(returned: Any) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Return (mean loss, further means) as arrays; raise `ValueError` for what is neither."""
+def _result(returned: Any) -> tuple[Mean, dict[str, Mean]]:
+    """Return (loss, further means) of arrays; raise `ValueError` for what is neither means nor pairs of sums."""
     loss = returned
-    further: object = {}
-    if isinstance(returned, tuple) and len(returned) == 2:
+    further: Any = {}
+    if isinstance(returned, dict):
+        if "loss" not in returned:
+            raise ValueError(f"loss_fn returned a dict of {', '.join(map(str, returned))}; name one of them 'loss'")
+        loss = returned["loss"]
+        further = {name: value for name, value in returned.items() if name != "loss"}
+    elif isinstance(returned, tuple) and len(returned) == 2 and not _is_number(returned[1]):
         loss, further = returned
-    if not isinstance(further, dict):
-        raise ValueError(
-            f"loss_fn returned a pair whose second part is {type(further).__name__}; return a dict of means"
-        )
-    if "loss" in further:
-        raise ValueError("loss_fn names a further mean 'loss', as the loss itself is called; give it another name")
-    for name, value in {"loss": loss, **further}.items():
-        kind = type(value).__name__
-        is_scalar = False
-        if isinstance(value, jax.Array | np.ndarray | np.generic | float | int):
-            kind = f"shape {jnp.shape(value)} and dtype {jnp.result_type(value)}"
-            is_scalar = jnp.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.floating)
-        if not is_scalar:
-            raise ValueError(f"loss_fn returned {name}: {kind}; return the mean over the rows, one real number")
-    return jnp.asarray(loss), {name: jnp.asarray(value) for name, value in further.items()}
+        if not isinstance(further, dict):
+            raise ValueError(
+                f"loss_fn returned a pair whose second part is {type(further).__name__}; return a dict of means, or "
+                f"the weight by which a sum is to be divided"
+            )
+        if "loss" in further:
+            raise ValueError("loss_fn names a further mean 'loss', as the loss itself is called; give it another name")
+    return _mean("loss", loss), {name: _mean(name, value) for name, value in further.items()}
+
+
+def _mean(name: str, value: Any) -> Mean:
+    """Return one mean, or pair (sum, weight), that a loss function has returned, as arrays."""
+    if isinstance(value, tuple) and len(value) == 2:
+        total, weight = value
+        if not _is_number(weight) or jnp.iscomplexobj(weight):
+            raise ValueError(f"loss_fn returned {name} with a weight of {_kind(weight)}; give the sum of the weights")
+        if not _is_real(total):
+            raise ValueError(
+                f"loss_fn returned the sum of {name}: {_kind(total)}; return the sum over what counts, one real number"
+            )
+        total = jnp.asarray(total)
+        # A weight is a number of the data. Its float has the precision of the sum.
+        return Weighted(total, jax.lax.stop_gradient(jnp.asarray(weight).astype(total.dtype)))
+    if not _is_real(value):
+        raise ValueError(f"loss_fn returned {name}: {_kind(value)}; return the mean over the rows, one real number")
+    return jnp.asarray(value)
+
+
+def _is_real(value: Any) -> bool:
+    return _is_number(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic | float | int) and jnp.shape(value) == ()
+
+
+def _kind(value: Any) -> str:
+    """Return of which shape and dtype, or of which type, a value is."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic | float | int):
+        return f"shape {jnp.shape(value)} and dtype {jnp.result_type(value)}"
+    return type(value).__name__

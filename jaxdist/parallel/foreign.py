@@ -25,10 +25,13 @@ from jaxtyping import Array, Int
 
 from jaxdist.parallel.dataflow import Dataflow
 from jaxdist.parallel.placement import Placements
-from jaxdist.sharding import Layout, Params, Tree, name_of, named, scale_partial
+from jaxdist.sharding import Layout, Params, Tree, Weighted, name_of, named, scale_partial
 
-Outcome = tuple[jax.Array, Params, dict[str, jax.Array]]
-"""(mean loss, variables, further means)."""
+Mean = jax.Array | Weighted
+"""A mean over rows, or a sum that is to be divided by the sum of weights over all rows of a step."""
+
+Outcome = tuple[Mean, Params, dict[str, Mean]]
+"""(loss, variables, further means)."""
 
 Call = Callable[[Params, Params, Tree], Outcome]
 """(weights, variables, batch) -> outcome."""
@@ -102,8 +105,10 @@ def call_on_own_rows(
     def forward(weights: Params) -> tuple[Outcome, Params]:
         return region(weights, variables, batch)
 
-    def backward(sums: Params, cotangents: tuple[jax.Array, Tree, Tree]) -> tuple[Params]:
-        return (jax.tree.map(lambda g: scale_partial(g, cotangents[0]), sums),)
+    def backward(sums: Params, cotangents: tuple[Mean, Tree, Tree]) -> tuple[Params]:
+        # No gradient goes through weights.
+        factor = _differentiated(cotangents[0])
+        return (jax.tree.map(lambda g: scale_partial(g, factor), sums),)
 
     value.defvjp(forward, backward)
     return value(weights)
@@ -118,20 +123,38 @@ def _local(
     variables: Params,
     batch: Tree,
 ) -> tuple[Outcome, Params]:
-    """Return ((loss, variables, further means), this device's part of the gradient), from its own rows."""
+    """Return ((loss, variables, further means), this device's part of the gradient), from its own rows.
+
+    The gradient is that of the mean, or of the sum where the loss is `Weighted`.
+    """
     rank = jax.lax.axis_index(axes)
     own = jax.tree.map(partial(_own_key, rank), variables)
 
-    def loss_of(weights: Params) -> tuple[jax.Array, tuple[Params, dict[str, jax.Array]]]:
-        loss, after, further = call(weights, own, batch)
-        return loss, (after, further)
+    def loss_of(weights: Params) -> tuple[jax.Array, Outcome]:
+        outcome = call(weights, own, batch)
+        return _differentiated(outcome[0]), outcome
 
-    (loss, (after, further)), grads = jax.value_and_grad(loss_of, has_aux=True)(weights)
-    # The loss is a mean over the device's rows: dividing by the ranks makes the sum of all parts the global mean.
+    (_, (loss, after, further)), grads = jax.value_and_grad(loss_of, has_aux=True)(weights)
     _check_same(call, ranks, agreements, after, weights, own, batch)
     after = jax.tree.map(partial(_agree, axes, rank), agreements, variables, own, after)
-    loss, further = jax.lax.pmean((loss, further), axes)
-    return (loss, after, further), jax.tree.map(lambda g: g / ranks, grads)
+    if not isinstance(loss, Weighted):
+        # A mean over the device's rows: dividing by the ranks makes the sum of all parts the global mean.
+        grads = jax.tree.map(lambda g: g / ranks, grads)
+    over_devices = partial(_over_devices, axes)
+    loss, further = jax.tree.map(over_devices, (loss, further), is_leaf=lambda a: isinstance(a, Weighted))
+    return (loss, after, further), grads
+
+
+def _differentiated(loss: Mean) -> jax.Array:
+    """Return the number of a loss that gradients are taken of."""
+    return loss.total if isinstance(loss, Weighted) else loss
+
+
+def _over_devices(axes: tuple[str, ...], value: Mean) -> Mean:
+    """Return the mean over the devices, or both sums."""
+    if isinstance(value, Weighted):
+        return jax.lax.psum(value, axes)
+    return jax.lax.pmean(value, axes)
 
 
 def _own_key(rank: Int[Array, ""], variable: jax.Array) -> jax.Array:

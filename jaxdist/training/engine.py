@@ -19,7 +19,7 @@ from jaxdist.models import Params
 from jaxdist.parallel.placement import trained
 from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.compiled import text_of
-from jaxdist.sharding import BATCH, Layout, Tree, on_devices
+from jaxdist.sharding import BATCH, Layout, Tree, Weighted, on_devices
 from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Batch, Step, TrainState
 
@@ -148,7 +148,8 @@ class Engine:
         values = {"loss": float(sum(loss for loss, _, _ in sums) / divisor)}
         _, _, further = sums[0]
         for name in further:
-            values[name] = float(sum(more[name] for _, _, more in sums) / divisor)
+            total = jax.tree.map(lambda *parts: sum(parts), *(more[name] for _, _, more in sums))
+            values[name] = float(total.total / total.weight if isinstance(total, Weighted) else total / divisor)
         return Means(values, int(divisor), len(sums))
 
     def micro_batches(self, batch: Batch, k: int) -> Batch:

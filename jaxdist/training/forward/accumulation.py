@@ -16,9 +16,9 @@ from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.placement import differentiated
 from jaxdist.sharding import wide
 from jaxdist.training.forward.base import ForwardBase
-from jaxdist.training.forward.step import Batch, Further, Summed
+from jaxdist.training.forward.step import Batch, Summed, Sums
 
-Outcome = tuple[Float[Array, ""], Params, Further, Aux]
+Outcome = tuple[Float[Array, ""], Params, Sums, Aux]
 """(summed loss, variables after it, further sums, each device's own part of aux of all layers)."""
 
 Carry = tuple[tuple[Float[Array, ""], Params], Params]
@@ -65,7 +65,7 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
         aux = jax.tree.map(zero.reduce, self.aux_places, aux)
         return loss, grads, variables, further, aux
 
-    def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Further]:
+    def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Sums]:
         """Return (summed loss, further sums)."""
         loss, _, further, _ = self.loss(weights, None, variables, batch, None)
         return loss, further
@@ -118,13 +118,13 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
 
         def with_auxiliary(
             towards: Params, variables: Params, parts: Batch
-        ) -> tuple[Float[Array, ""], tuple[Params, tuple[Further, Aux]]]:
+        ) -> tuple[Float[Array, ""], tuple[Params, tuple[Sums, Aux]]]:
             loss, variables, further, aux = loss_of(towards, variables, parts)
             return loss, (variables, (further, aux))
 
         gradient_of = jax.value_and_grad(with_auxiliary, has_aux=True)
 
-        def add(carry: Carry, parts: Batch) -> tuple[Carry, tuple[Further, Aux]]:
+        def add(carry: Carry, parts: Batch) -> tuple[Carry, tuple[Sums, Aux]]:
             total, variables = carry
             (loss, (variables, sums)), grads = gradient_of(towards, variables, parts)
             total = jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, (loss, grads))

@@ -14,10 +14,10 @@ from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign, LossFunction, cast
 from jaxdist.parallel import foreign, placing
 from jaxdist.parallel.sink import in_use
-from jaxdist.sharding import Layout, wide
+from jaxdist.sharding import Layout, Weighted, wide
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
 from jaxdist.training.forward.base import count_rows
-from jaxdist.training.forward.step import Batch
+from jaxdist.training.forward.step import LOSS, Batch
 
 Scope = Literal["batch", "rows", "device"]
 """What the loss function sees at once.
@@ -70,16 +70,21 @@ class ModuleForward(AccumulatingForward[Foreign]):
         batch = cast(jax.tree.map(lambda a: a[0], parts), self.dtype)
         call = partial(self.model.loss, self.loss_fn, train=step is not None)
         if self.scope == "batch" or step is None:
-            means, variables, further = foreign.call_on_all_rows(self.places, call, weights, variables, batch)
+            mean, variables, further = foreign.call_on_all_rows(self.places, call, weights, variables, batch)
         else:
             agreements = self.model.agreements
-            means, variables, further = foreign.call_on_own_rows(
+            mean, variables, further = foreign.call_on_own_rows(
                 self.layout, self.places, agreements, call, weights, variables, batch
             )
         rows = jax.tree.leaves(batch)[0].shape[0]
 
-        def summed(mean: Array) -> Array:
-            return rows * mean.astype(wide(mean.dtype))
+        def summed(value: foreign.Mean) -> foreign.Mean:
+            if isinstance(value, Weighted):
+                return jax.tree.map(lambda a: a.astype(wide(a.dtype)), value)
+            return rows * value.astype(wide(value.dtype))
 
-        loss, further = jax.tree.map(summed, (means, further))
+        loss, further = jax.tree.map(summed, (mean, further), is_leaf=lambda a: isinstance(a, Weighted))
+        if isinstance(loss, Weighted):
+            # The weight of all micro-batches is known when they are through.
+            return loss.total, variables, {**further, LOSS: loss}, {}
         return loss, variables, further, {}

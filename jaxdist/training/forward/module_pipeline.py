@@ -24,7 +24,7 @@ from jaxdist.sharding import Layout, Tree, named, wide
 from jaxdist.training.forward.base import ForwardOptions, count_rows
 from jaxdist.training.forward.module import Scope
 from jaxdist.training.forward.pipeline import StagedForward
-from jaxdist.training.forward.step import Batch, Further
+from jaxdist.training.forward.step import Batch, Sums
 
 LISTED = 4
 """Variables or arrays that an error names at most."""
@@ -99,7 +99,7 @@ class ModulePipelineForward(StagedForward[Foreign]):
         """The module, in training mode, as functions of what one device holds."""
         return self._program(train=True)
 
-    def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Further]:
+    def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Sums]:
         """Return (summed loss, further sums), with the module in evaluation mode."""
         executor = replace(self.executor(batch), program=self._program(train=False))
         return executor.loss(weights, batch), {}

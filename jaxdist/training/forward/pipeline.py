@@ -28,7 +28,7 @@ from jaxdist.sharding import LAYERS, STAGES, Layout, Tree
 from jaxdist.training.forward.balance import weighed
 from jaxdist.training.forward.base import ForwardBase, ForwardOptions, made_at_rest
 from jaxdist.training.forward.remat import recompute
-from jaxdist.training.forward.step import Batch, Further, Summed
+from jaxdist.training.forward.step import Batch, Summed, Sums
 
 
 class StagedForward(ForwardBase[ModelT], ABC):
@@ -119,7 +119,7 @@ class StagedForward(ForwardBase[ModelT], ABC):
         """How the sums of the layers are added up over the devices."""
         return placing.of_sums(self.layout, self.aux_shapes, (LAYERS, STAGES, LAYERS), self.flush)
 
-    def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Further]:
+    def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Sums]:
         """Return (summed loss, further sums)."""
         return self.executor(batch).loss(weights, batch), {}
 

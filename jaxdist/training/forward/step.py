@@ -26,7 +26,7 @@ from jaxdist.parallel.crossing.base import Crossing
 from jaxdist.parallel.partial_trees import joined, part_of, without
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.placement import Placement, Placements, differentiated, trained
-from jaxdist.sharding import Tree, scale_partial
+from jaxdist.sharding import Tree, Weighted, scale_partial
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.optimizer import clip
 
@@ -36,10 +36,17 @@ Batch = Tree
 Further = dict[str, Float[Array, ""]]
 """What a loss function returns beside the loss, by name."""
 
+Sums = dict[str, Float[Array, ""] | Weighted]
+"""Sums of what a loss function returns beside the loss: each is divided by what the loss is, or by a weight of its own.
+"""
+
+LOSS = "loss"
+"""The name of the loss among such sums, where it is divided by a weight of its own."""
+
 Grads = Params
 """Gradients, nested as the parameters are."""
 
-Summed = tuple[Float[Array, ""], Grads, Params, Further, Aux]
+Summed = tuple[Float[Array, ""], Grads, Params, Sums, Aux]
 """(loss, gradients, variables, further, aux): all but the variables are sums over what `Forward.count` counts.
 
 Aux are sums over all tokens, stacked as the layers are."""
@@ -75,7 +82,7 @@ class Metrics(NamedTuple):
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
     count: Int[Array, ""]  # type: ignore[assignment]  # a tuple has a method of this name, which is not called here
-    """What the loss is a mean over: labels that count, or rows."""
+    """What the loss is a mean over: labels that count, rows, or the sum of their weights."""
     skipped: Int[Array, ""]
     skipped_in_a_row: Int[Array, ""]
     further: Further
@@ -124,7 +131,7 @@ class Forward(Protocol):
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Sum over all micro-batches and devices; `zero.cross` adds up gradients and aux, both in f32."""
 
-    def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Further]:
+    def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Sums]:
         """Return (summed loss, further sums)."""
 
     def count(self, batch: Batch) -> Int[Array, ""]:
@@ -343,12 +350,13 @@ class Step:
     ) -> tuple[Float[Array, ""], Grads, Int[Array, ""], Params, Further, Aux]:
         """Return what `gradients` does, and aux, before the replicas' parts of the gradient and aux are added up."""
         loss, grads, variables, further, aux = self.forward.gradients(weights, variables, batch, jnp.asarray(step))
-        count = self.forward.count(batch)
+        count, further = self._counted(batch, further)
         # The labels of a batch may all be masked: divide by 1 then.
-        factor = 1 / jnp.maximum(count, 1).astype(loss.dtype)
+        divisor = jnp.maximum(count, 1) if jnp.issubdtype(count.dtype, jnp.integer) else jnp.where(count == 0, 1, count)
+        factor = 1 / divisor.astype(loss.dtype)
 
-        def mean(total: Array) -> Array:
-            return total * factor
+        def mean(total: Array | Weighted) -> Array:
+            return total.mean if isinstance(total, Weighted) else total * factor
 
         positions = self.forward.positions(batch)
         share = factor if positions is None else jnp.asarray(1 / positions, factor.dtype)
@@ -357,15 +365,23 @@ class Step:
             return scale_partial(total, share) if place.deferred else total * share
 
         grads = jax.tree.map(own_part, self.differentiated, grads)
-        return mean(loss), grads, count, variables, jax.tree.map(mean, further), aux
+        return mean(loss), grads, count, variables, {name: mean(total) for name, total in further.items()}, aux
+
+    def _counted(self, batch: Batch, further: Sums) -> tuple[Array, Sums]:
+        """Return (what the loss is to be divided by, the other sums)."""
+        loss = further.get(LOSS)
+        if isinstance(loss, Weighted):
+            return loss.weight, {name: total for name, total in further.items() if name != LOSS}
+        return self.forward.count(batch), further
 
     def evaluate(
         self, params: Params, variables: Params, batch: Batch
-    ) -> tuple[Float[Array, ""], Int[Array, ""], Further]:
+    ) -> tuple[Float[Array, ""], Int[Array, ""], Sums]:
         """Return (summed loss, what to divide it by, further sums); divide the sums over all batches."""
         weights = self.forward.weights(to_device(params))
         loss, further = self.forward.evaluate(weights, variables, batch)
-        return loss, self.forward.count(batch), further
+        count, further = self._counted(batch, further)
+        return loss, count, further
 
 
 def _choose(condition: Bool[Array, ""], yes: Tree, no: Tree) -> Tree:
