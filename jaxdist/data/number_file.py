@@ -49,6 +49,10 @@ class NumberFile:
             place += count
         return numbers
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return what another process needs, which opens the file itself."""
+        return {name: value for name, value in vars(self).items() if name != "_file"}
+
     @cached_property
     def _file(self) -> IO[bytes]:
         # The file stays open, so that another file that replaces it later is not read.

@@ -9,7 +9,6 @@ from functools import cache
 
 import pytest
 
-import jaxdist
 from jaxdist.completion.table import commands
 from jaxdist.request.knobs import KNOBS
 from tests.test_docs import PAGES, ROOT, name
@@ -118,6 +117,15 @@ def test_no_page_is_left_out():
     assert wanted <= set(PAGES)
 
 
+def found_by(dotted: str):
+    """What a name of jaxdist means, such as `jaxdist.data.open`; None for one that there is not."""
+    first, *others = dotted.split(".")
+    found = importlib.import_module(first)
+    for one in others:
+        found = getattr(found, one, None)
+    return found
+
+
 def wrong_calls(program: str) -> list[str]:
     """The names of jaxdist that a program uses and that are not there, and arguments that they do not have."""
     found = []
@@ -127,7 +135,7 @@ def wrong_calls(program: str) -> list[str]:
             found += [alias.name for alias in node.names if not hasattr(module, alias.name)]
         if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("jaxdist."):
             continue
-        function = getattr(jaxdist, node.func.attr, None)
+        function = found_by(ast.unparse(node.func))
         known_arguments = inspect.signature(function).parameters if function else {}
         found += [] if function else [node.func.attr]
         found += [f"{node.func.attr}({word.arg})" for word in node.keywords if word.arg not in known_arguments]

@@ -10,24 +10,18 @@ from jaxdist.config import DataConfig, RequestError
 from jaxdist.data.compressed import HEAD, compression_of
 from jaxdist.data.corpus import row_problems
 from jaxdist.data.packed_rows import lengths_in_order
-from jaxdist.data.progress import Pass, Progress
-from jaxdist.data.readers.reader import Expected, TokenReader, reading
+from jaxdist.data.progress import Progress
+from jaxdist.data.readers.reader import reading
 from jaxdist.data.rows import CutRows
-from jaxdist.data.sources import DataFile, Source, Sources
+from jaxdist.data.sources import Source, Sources
 from jaxdist.data.streams import Request, Streams
 from jaxdist.data.survey.duplicates import Duplicates, Hashes
 from jaxdist.data.survey.lengths import Lengths, RowUse
 from jaxdist.data.survey.text_documents import TextDocuments
 from jaxdist.data.survey.token_documents import hash_documents, samples
 from jaxdist.data.tokenizing import sample_bytes
-from jaxdist.huggingface.given_tokenizer import largest_id, read_tokenizer
+from jaxdist.data.vocabulary import needed_vocab
 from jaxdist.output.units import size
-
-LARGEST_VOCAB = 1 << 20
-"""Ids of the largest vocabulary that is looked for in files of tokens."""
-
-UINT16 = 1 << 16
-"""Ids that uint16 can hold."""
 
 
 @dataclass(frozen=True)
@@ -86,25 +80,10 @@ def look(asked: Asked, sources: Sources, progress: Progress) -> Look:
 
 def _open(asked: Asked, sources: Sources, progress: Progress) -> Streams | None:
     """Return the tokens, of text only if its tokenizer, or the size of one to train, was given."""
-    vocab = asked.vocab
+    vocab: int | None = asked.vocab
     if not asked.own_vocab:
-        if asked.data.tokenizer:
-            vocab = largest_id(read_tokenizer(asked.data.tokenizer).load()) + 1
-        elif sources.training.holds_tokens:
-            vocab = 1 + max(_largest_id(file, asked.data, progress) for source in sources.all for file in source.files)
-        else:
-            return None
-    return Request.of(asked.data, vocab, progress).open()
-
-
-def _largest_id(file: DataFile, data: DataConfig, progress: Progress) -> int:
-    """Return the largest id in a file of tokens of an unknown vocabulary."""
-    assert isinstance(file.reader, TokenReader)
-    checking = Pass(progress, "looking for the largest token id", file.path.stat().st_size)
-    with reading(file.path):
-        # With a tokenizer whose ids uint16 holds, the content of a file says alone of which type its ids are.
-        opened = file.reader.open(file.path, Expected(LARGEST_VOCAB, UINT16, data.dtype), checking.read)
-        return opened.tokens.largest()
+        vocab = needed_vocab(asked.data, sources, progress)
+    return Request.of(asked.data, vocab, progress).open() if vocab else None
 
 
 def _of_source(source: Source, sources: Sources) -> dict[str, Any]:
