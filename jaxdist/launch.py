@@ -321,12 +321,14 @@ def train_words(request: Request) -> list[str]:
 def reads(job: Launch) -> list[Path | None]:
     """Return the paths that the job reads besides its run folder; None or an empty path stands for none."""
     from jaxdist.data.paths import places_of
+    from jaxdist.data.training_paths import training_paths
 
     if job.program:
         return [job.program.script]
     config = job.request.config
     data = config.data
-    inputs = [*places_of(data.path), *places_of(data.validation_path), data.tokenizer, config.init_from]
+    named = [place for path in (*training_paths(data), data.validation_path) for place in places_of(path)]
+    inputs = [*named, data.tokenizer, config.init_from]
     return [*inputs, Path(job.request.positional or "")]
 
 

@@ -26,6 +26,7 @@ from jaxdist.config.values import (
     IdType,
     MicroBatches,
     Minutes,
+    MixtureTable,
     NotOneBit,
     PositiveSeconds,
     Resume,
@@ -161,6 +162,8 @@ class DataConfig(Section):
 
     path: FilePaths | None = None
     """Text, JSON lines, Parquet, Arrow, tokens; folder, *.txt or a,b; images: .npz, folder; none: Python's library."""
+    mixture: MixtureTable | None = None
+    """Sources mixed by weight, instead of path: a table of paths and weights, or "web*0.7,code*0.3", also in path."""
     tokenizer: FilePath | None = None
     """A tokenizer.json, or the folder of a tokenizer (Hugging Face), for its BOS too; none: train a byte-level BPE."""
     validation_path: FilePaths | None = None

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from jaxdist.config import rope_scaling, text_template
+from jaxdist.config import mixture, rope_scaling, text_template
 
 LONGEST_PATH = 4000
 """Bytes of the longest path. Linux accepts 4,095, and the files of a run have names of their own below its folder."""
@@ -168,6 +168,16 @@ def _text_template(text: str) -> str:
     return text
 
 
+def _mixture(value: object) -> mixture.MixtureConfig:
+    try:
+        parsed = mixture.parse(value)
+    except ValueError as problem:
+        raise PydanticCustomError("mixture", "{problem}", {"problem": str(problem)}) from None
+    for source in parsed.sources:
+        _valid_paths(source.path)
+    return parsed
+
+
 def _stop_texts(text: str) -> str:
     try:
         stop_texts(text)
@@ -234,6 +244,10 @@ Checkpoint = Annotated[str, AfterValidator(_latest_best_or_step), Suggested(["la
 RopeScalingText = Annotated[str, AfterValidator(_rope_scaling), Suggested(["none", "linear", "llama3", "yarn"])]
 TextTemplateText = Annotated[str, AfterValidator(_text_template)]
 """A key, or a template of several: `text_template.parse` reads it."""
+MixtureTable = Annotated[
+    mixture.MixtureConfig, PlainValidator(_mixture), PlainSerializer(mixture.MixtureConfig.table, return_type=dict)
+]
+"""A table of sources and weights, or a text: `mixture.parse` reads both."""
 NotOneBit = BeforeValidator(_not_one_bit)
 WeightDtype = Literal["", "float32", "bfloat16", "float16"]
 """The dtype of weights in a file; empty: the one that they come from."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import RequestError
 from jaxdist.data.paths import open_sources
+from jaxdist.output.units import counted
 from jaxdist.process.exit_codes import DONE
 from jaxdist.request import JSON, Request, arguments, run
 from jaxdist.request.commandline import CONFIG_ENDING
@@ -39,6 +40,12 @@ def main(argv: list[str] | None = None) -> int:
             "text and tokens are looked at"
         )
 
+    mixture = request.config.data.mixture
+    if mixture:
+        raise RequestError(
+            f"'{request.positional}' is a mixture of {counted(len(mixture.sources), 'source')}; look at one at a time, "
+            f"such as '{mixture.sources[0].path}'"
+        )
     sources = open_sources(request.config.data)
 
     # Imported only now, because they import numpy, which --help does not need.

@@ -52,7 +52,8 @@ class Mixture:
     def __init__(self, seed: int, sizes: Mapping[str, int], phases: Sequence[Phase]):
         self.names = sorted(sizes)
         self.phases = list(phases)
-        self._sizes = np.array([sizes[name] for name in self.names], np.int64)
+        self.sizes = np.array([sizes[name] for name in self.names], np.int64)
+        """The rows of each of these sources."""
         self._seeds = np.array([_seed_of(seed, name) for name in self.names], np.uint64)
         self._shares = [_Shares(seed, number, self._weights(phase)) for number, phase in enumerate(phases)]
         self._starts = np.array([phase.start for phase in phases], np.int64)
@@ -72,8 +73,8 @@ class Mixture:
     def rows(self, position: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
         """Return for each position of the run's rows the place of its source in `names`, and the row of the source."""
         source, number = self.numbered(position)
-        epoch, place = np.divmod(number, self._sizes[source])
-        return source, permute_each(self._seeds[source], epoch, self._sizes[source], place)
+        epoch, place = np.divmod(number, self.sizes[source])
+        return source, permute_each(self._seeds[source], epoch, self.sizes[source], place)
 
     def numbered(self, position: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
         """Return for each position the place of its source, and how many rows of that source came before."""

@@ -85,6 +85,11 @@ class PackedRows(TokenRows):
         """Whether documents are apart."""
         return self.tokens.apart
 
+    @property
+    def streams(self) -> tuple[Tokens, ...]:
+        """The one stream."""
+        return (self.tokens,)
+
     def read(self, numbers: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
         """Return the arrays of these rows.
 

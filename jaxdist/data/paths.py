@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,9 +31,51 @@ def open_sources(config: DataConfig) -> Sources:
     Reads only the first bytes of a file, and lists of files. Raises `RequestError` with every path that does not exist,
     is not a file, is empty, or is of the wrong kind or format.
     """
-    training, by_name = by_their_names(config.path, _named("data.path", config.path))
+    sources = _found(config, "data.path")
+    unused = _without_effect(config, [sources])
+    if unused:
+        raise RequestError(*unused)
+    return sources
+
+
+def open_mixture(config: DataConfig) -> dict[str, Sources]:
+    """Return the data of each source of the mixture that `config` names, by the names of the sources.
+
+    Raises `RequestError` as `open_sources` does, and for a file that two sources name.
+    """
+    assert config.mixture, "no mixture"
+    found: dict[str, Sources] = {}
+    problems: dict[str, None] = {}
+    for source in config.mixture.sources:
+        try:
+            sources = _found(config.model_copy(update={"path": source.path}), "data.mixture")
+            found[source.name] = _asked_alone(sources)
+        except RequestError as error:
+            problems |= dict.fromkeys(error.problems)
+    if not problems:
+        problems |= dict.fromkeys([*_in_two(found), *_without_effect(config, list(found.values()))])
+    if problems:
+        raise RequestError(*listed(iter(problems), len(problems), "such problems of data.mixture"))
+    return found
+
+
+def _in_two(found: Mapping[str, Sources]) -> Iterator[str]:
+    """Yield a sentence for each source that names a file of another one."""
+    whose: dict[str, str] = {}
+    for name, sources in found.items():
+        for source in sources.all:
+            for path, _ in source.files:
+                other = whose.setdefault(os.path.realpath(path), name)
+                if other != name:
+                    yield f"data.mixture has '{path}' in '{other}' and in '{name}'; leave it out of one of them"
+                    break
+
+
+def _found(config: DataConfig, knob: str) -> Sources:
+    """Return the data whose files `config.path` names, as `knob` of the request."""
+    training, by_name = by_their_names(config.path, _named(knob, config.path))
     held_out = _named("data.validation_path", config.validation_path)
-    found = _problems("data.path", config.path, training)
+    found = _problems(knob, config.path, training)
     tokenizer = _tokenizer_problem(config.tokenizer)
     if tokenizer:
         found.append(tokenizer)
@@ -40,8 +83,8 @@ def open_sources(config: DataConfig) -> Sources:
     if held_out.files:
         training = training._replace(left_out=training.left_out + by_name.files)
     elif by_name.files:
-        found += _problems("data.path", config.path, by_name)
-    found += _together("data.path", config.path, training.files)
+        found += _problems(knob, config.path, by_name)
+    found += _together(knob, config.path, training.files)
     found += _together("data.validation_path", config.validation_path, held_out.files)
     found += _pair_problems(config, training.files, held_out.files)
     if found:
@@ -51,33 +94,37 @@ def open_sources(config: DataConfig) -> Sources:
         raise RequestError(f"'{source.name}' holds no source files of Python's library; set data.path to a text file")
     # Validation that is named is read instead of what is called so.
     validation = _source(config.validation_path, held_out, config.text) or _source(None, by_name, config.text)
-    sources = Sources(source, validation, config.validation_fraction)
-    unused = _without_effect(config, sources)
-    if unused:
-        raise RequestError(*unused)
-    return sources
+    return Sources(source, validation, config.validation_fraction)
 
 
-def _without_effect(config: DataConfig, sources: Sources) -> list[str]:
-    """Return a sentence for each knob that these data do not use."""
+def _without_effect(config: DataConfig, found: Sequence[Sources]) -> list[str]:
+    """Return a sentence for each knob that none of these data use."""
     problems = []
-    if config.text != TEXT and not any(one.keyed for one in sources.all):
+    if config.text != TEXT and not any(one.keyed for sources in found for one in sources.all):
         problems.append(
             f"data.text is '{config.text}', but none of the data are JSON lines (.jsonl, .ndjson), Parquet or Arrow, "
             "which alone have keys; leave it out"
         )
-    if config.dtype != "auto" and not sources.training.holds_tokens:
+    sources = found[0]
+    if config.dtype != "auto" and not any(one.training.holds_tokens for one in found):
         problems.append(
             f"data.dtype is {config.dtype}, but '{sources.name}' is text, whose tokens have the type that model.vocab "
             "needs; leave it out"
         )
     default = DataConfig.model_fields["validation_fraction"].default
-    if sources.held_out and not config.validation_path and config.validation_fraction != default:
+    by_name = all(one.held_out for one in found) and not config.validation_path
+    if sources.held_out and by_name and config.validation_fraction != default:
         problems.append(
             f"data.validation_fraction is {config.validation_fraction:g}, but '{sources.held_out.name}' is the "
             "validation data by its name; leave it out, or name the files to train on with commas between them"
         )
     return problems
+
+
+def _asked_alone(sources: Sources) -> Sources:
+    """Return one source of a mixture as it would be asked for alone: without a data.text that it has no use for."""
+    training, *others = (one if one.keyed else replace(one, text=TEXT) for one in sources.all)
+    return replace(sources, training=training, held_out=others[0] if others else None)
 
 
 def paths_of(text: str | None) -> tuple[Path, ...]:

@@ -35,6 +35,11 @@ class TokenRows(ABC):
     def apart(self) -> bool:
         """Whether documents are apart, so that rows have `starts`."""
 
+    @property
+    @abstractmethod
+    def streams(self) -> tuple[Tokens, ...]:
+        """The tokens of which they are made, whether these are in a row or not."""
+
     @abstractmethod
     def read(self, numbers: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
         """Return the arrays [n, S] of these rows, as `data.batches.Batch` names them.
@@ -70,6 +75,11 @@ class CutRows(TokenRows):
     def apart(self) -> bool:
         """Whether the tokens know where documents end."""
         return self.tokens.apart
+
+    @property
+    def streams(self) -> tuple[Tokens, ...]:
+        """The one stream."""
+        return (self.tokens,)
 
     def windows(self, numbers: Int[np.ndarray, " n"]) -> Int[np.ndarray, "n S+1"]:
         """Return the tokens of these rows, each with the token after its last one."""

@@ -43,9 +43,18 @@ class Streams:
     fingerprint: str
     """Hexadecimal hash of the source's content, the tokenizer and the split."""
     source: str
-    """One line that describes the data to the user."""
+    """What the data are, and how many."""
+    tokenized: str = ""
+    """What tokenized them, in words; empty where they came as tokens."""
+    aside: str = ""
+    """What the line about the data ends with, if there is more to tell."""
     changed: bool = False
     """Whether an `EARLIER` version read them in another way."""
+
+    @property
+    def line(self) -> str:
+        """One line that describes the data to the user."""
+        return f"{self.source}{', ' if self.tokenized else ''}{self.tokenized}{self.aside}"
 
     @property
     def special(self) -> SpecialTokens:
@@ -55,7 +64,7 @@ class Streams:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: data, read with a tokenizer for a model of `vocab` ids."""
+    """What is asked for: data of one source, read with a tokenizer for a model of `vocab` ids."""
 
     config: DataConfig
     vocab: int
@@ -69,11 +78,7 @@ class Request:
     def of(cls, config: DataConfig, vocab: int, progress: Progress) -> Request:
         """Find the data and the tokenizer that `config` names."""
         sources = open_sources(config)
-        given = None
-        if config.tokenizer:
-            given = read_tokenizer(config.tokenizer)
-            _check_vocab(given, config.tokenizer, vocab)
-        return cls(config, vocab, progress, sources, given)
+        return cls(config, vocab, progress, sources, given_tokenizer(config, vocab))
 
     def as_before(self) -> Request:
         """Return the same request to the `EARLIER` version."""
@@ -84,8 +89,7 @@ class Request:
         """Return the tokens: tokenized at the first call, later read from the cache."""
         streams = self._tokens() if self.sources.training.holds_tokens else self._text()
         if self.earlier:
-            words = f"{streams.source} (as an earlier jaxdist read it, with which the run began)"
-            return replace(streams, source=words)
+            return replace(streams, aside=" (as an earlier jaxdist read it, with which the run began)")
         before = self.as_before()
         changed = before.sources.training != self.sources.training or before.given != self.given
         return replace(streams, changed=streams.changed or changed)
@@ -122,11 +126,8 @@ class Request:
 
     def _text(self) -> Streams:
         """Open text of any form from the cache, after filling it if it lacks this text, tokenizer and split."""
-        if self.given is None and self.vocab < len(ALPHABET) + 1:
-            raise RequestError(
-                f"model.vocab {self.vocab} is too small for a byte-level tokenizer, which has 256 bytes and {ENDS[0]}; "
-                f"set model.vocab to at least {len(ALPHABET) + 1}"
-            )
+        if self.given is None:
+            check_byte_level(self.vocab)
         sources = self.sources
         store = open_store(
             sources,
@@ -139,18 +140,16 @@ class Request:
             doubled=self.earlier,
         )
         note = None if self.earlier else store.note
-        parts = [
-            sources.training.describe(store.facts),
-            _sizes(store.train, store.validation) + self._by_name(),
-            self._describe_tokenizer(store.used),
-        ]
+        sizes = _sizes(store.train, store.validation) + self._by_name()
         return Streams(
             store.train,
             store.validation,
             tokenizer=store.used,
             # Tokens that differ from an earlier version's have another name.
             fingerprint=digest(store.content, *identity(store.used), *(["once"] if note else [])),
-            source="; ".join([", ".join(parts), *([note] if note else [])]),
+            source=f"{sources.training.describe(store.facts)}, {sizes}",
+            tokenized=self._describe_tokenizer(store.used),
+            aside=f"; {note}" if note else "",
             changed=note is not None,
         )
 
@@ -171,6 +170,24 @@ class Request:
         if size < self.vocab:
             return f"byte-level BPE of {size} entries (too little text for {self.vocab})"
         return f"byte-level BPE of {size} entries"
+
+
+def check_byte_level(vocab: int) -> None:
+    """Raise `RequestError` for a vocabulary without room for the bytes and the token that ends a document."""
+    if vocab < len(ALPHABET) + 1:
+        raise RequestError(
+            f"model.vocab {vocab} is too small for a byte-level tokenizer, which has 256 bytes and {ENDS[0]}; "
+            f"set model.vocab to at least {len(ALPHABET) + 1}"
+        )
+
+
+def given_tokenizer(config: DataConfig, vocab: int) -> GivenTokenizer | None:
+    """Return the tokenizer that `config` names, whose ids fit a model of `vocab` of them; None where it names none."""
+    if not config.tokenizer:
+        return None
+    given = read_tokenizer(config.tokenizer)
+    _check_vocab(given, config.tokenizer, vocab)
+    return given
 
 
 def _check_vocab(given: GivenTokenizer, path: Path, vocab: int) -> None:

@@ -73,7 +73,7 @@ def open_store(
                 made = train()
             write_whole(new / TOKENIZER, made)
         encoding = Pass(progress, "tokenizing", text.size)
-        written = write_parts(new, given or _kept(new), split(encoding.read), dtype, encoding, done, doubled)
+        written = write_parts(new, given or kept_tokenizer(new), split(encoding.read), dtype, encoding, done, doubled)
         if text.stamp() != stamp:
             raise RequestError(f"'{text.name}' changed while it was read; start again when it is complete")
         return {**written._asdict(), **counted()}
@@ -81,7 +81,7 @@ def open_store(
     folder = cache_folder() / key(content)
     facts = open_cache(folder, fill, progress)
     tokens = [Tokens.open(folder / part, dtype) for part in PARTS]
-    return Store(tokens[0], tokens[1], given or _kept(folder), content, facts)
+    return Store(tokens[0], tokens[1], given or kept_tokenizer(folder), content, facts)
 
 
 def token_type(vocab: int) -> TokenType:
@@ -89,7 +89,7 @@ def token_type(vocab: int) -> TokenType:
     return "uint16" if vocab <= 1 << 16 else "uint32"
 
 
-def _kept(folder: Path) -> GivenTokenizer:
-    """Return the tokenizer that was made from the text itself."""
+def kept_tokenizer(folder: Path) -> GivenTokenizer:
+    """Return the tokenizer in a folder of the cache, which was made from the text itself."""
     text = read_text(folder / TOKENIZER, LARGEST_LISTING, links=False)
     return GivenTokenizer(text, special_tokens_of(load_tokenizer(text)))

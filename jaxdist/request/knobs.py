@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from jaxdist.config import Config
-from jaxdist.config.values import FilePaths
+from jaxdist.config.mixture import MixtureConfig
+from jaxdist.config.values import FilePaths, MixtureTable
 
 
 def _fields(section: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
@@ -168,6 +169,8 @@ def kind(annotation: Any) -> str:
     # The type of a path may be annotated, optional, or both.
     if _names_files(annotation) or any(Path in (part, *get_args(part)) for part in (annotation, *get_args(annotation))):
         return "path"
+    if MixtureTable in get_args(annotation):
+        return "table"
     if annotation is bool:
         return "true|false"
     if annotation is str:
@@ -183,7 +186,7 @@ def shown(value: object) -> str:
     """Return a value as a user would write it, shortened if it is long."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, dict):
+    if isinstance(value, dict | MixtureConfig):
         return "a table"
     if value is None:
         return "none"

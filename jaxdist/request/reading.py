@@ -14,7 +14,9 @@ from pydantic import ValidationError
 
 from jaxdist import __version__
 from jaxdist.config import Config, RequestError, leaves, listed, nearest
+from jaxdist.config.mixture import MixtureConfig
 from jaxdist.config.values import path_error
+from jaxdist.data.training_paths import mixture_of
 from jaxdist.files import read_toml
 from jaxdist.huggingface.folder import other_form
 from jaxdist.request import checks, pretrained, unused
@@ -26,6 +28,10 @@ SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent.parent / "c
 
 DEFAULT = "gpt_tiny"
 """The config used when the command line names none."""
+
+
+DATA = ("data.path", "data.mixture")
+"""The knobs that name the data to train on: one source, or several."""
 
 
 @dataclass
@@ -85,6 +91,7 @@ def read(
     line = _read_overrides(overrides, used, also)
     line.failed.update(failed)
     _choose_length(file, line)
+    _choose_data(file, line)
     if _is_shipped(config) and {**file.values, **line.values}.get("model.lora_rank"):
         # The batch of a shipped configuration is for training anew, and larger than adapters need or a device holds.
         file.values.pop("train.global_batch_size", None)
@@ -289,6 +296,33 @@ def _choose_length(file: Given, line: Given) -> None:
         file.values.pop("train.epochs", None)
 
 
+def _choose_data(file: Given, line: Given) -> None:
+    """Make a mixture of a data.path with weights; the data of the command line replace those of the file.
+
+    Data and a mixture from one source are refused.
+    """
+    for source, where in ((file, "the config"), (line, "the command line")):
+        path = source.values.get("data.path")
+        if path is None:
+            continue
+        if source.values.get("data.mixture"):
+            source.problems.append(f"data.path and data.mixture are both set in {where}; leave one of them out")
+            source.failed.update(DATA)
+            continue
+        try:
+            mixture = mixture_of(path)
+        except ValueError as error:
+            source.problems.append(f"data.path is '{path}': {error}")
+            source.failed.add("data.path")
+            continue
+        if mixture:
+            del source.values["data.path"]
+            source.values["data.mixture"] = mixture
+    if any(name in line.values for name in DATA):
+        for name in DATA:
+            file.values.pop(name, None)
+
+
 def to_toml(config: Config) -> str:
     """Return every knob of `config` as TOML. `load` reads it back as an equal config, if `load` has made this one."""
     lines = [f"# The resolved configuration of a run, written by jaxdist {__version__}."]
@@ -309,5 +343,7 @@ def _toml(value: object) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
+    if isinstance(value, MixtureConfig):
+        return value.toml()
     # A JSON string is a TOML string too, except for one control character.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

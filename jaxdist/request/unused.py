@@ -374,6 +374,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "pipeline.microbatches": (text, pipeline_axis),
     "pipeline.virtual_stages": (text, pipeline_axis),
     "data.path": ALWAYS,
+    "data.mixture": (text,),
     "data.tokenizer": (text,),
     "data.validation_path": ALWAYS,
     "data.validation_fraction": (fraction_held_out,),

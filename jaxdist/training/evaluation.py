@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -52,7 +53,8 @@ def on_held_out(trained: Trained, job: Job, stride: int | None = None) -> Judgem
             metrics = run.validate(trained.params, trained.variables, 0, partial(job.note, VALIDATING))
         else:
             assert isinstance(run.task, TextTask)
-            batches = run.task.batches_of(run.task.whole_held_out(), stride)
+            parts = run.task.whole_held_out()
+            batches = itertools.chain.from_iterable(run.task.batches_of(part, stride) for part in parts)
             metrics = run.measure(trained.params, trained.variables, batches, partial(job.note, VALIDATING))
     assert metrics is not None
     for name, value in metrics.items():

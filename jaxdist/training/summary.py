@@ -58,7 +58,7 @@ def summary(run: Run, folder: object, resume: str, begun: bool = False) -> list[
 
     `begun`: the lines of `beginning` were printed already, and only the others are returned.
     """
-    where = [("data", run.task.source), ("run folder", f"{folder}; {resume}")]
+    where = [*run.task.about_data(), ("run folder", f"{folder}; {resume}")]
     if begun:
         return _lines([("length", f"{run.steps} steps"), *where, *_layout(run)])
     return _lines([*_plan(run, f"{run.steps} steps"), *where, *_layout(run)])
@@ -71,7 +71,9 @@ def beginning(run: Run) -> list[str]:
 
 def outlook(run: Run) -> list[str]:
     """Return the summary of a dry run: its data are not read, and its devices need not be there."""
-    where = [("data", "not read"), ("run folder", f"{run.config.run_dir}; not entered")]
+    mixture = run.config.data.mixture
+    data = f"not read; {mixture.describe()}" if mixture else "not read"
+    where = [("data", data), ("run folder", f"{run.config.run_dir}; not entered")]
     return _lines([*_plan(run, _length(run)), *where, *_layout(run)])
 
 

@@ -131,10 +131,9 @@ class Task(ABC, Generic[ModelT]):
             return rows, self.batch_layout
         return rows // self.split.micro_batches, replace(self.batch_layout, accumulation=1)
 
-    @property
-    def source(self) -> str:
-        """Where the data come from, for the summary."""
-        return self.data.source
+    def about_data(self) -> list[tuple[str, str]]:
+        """Return the (name, text) of each line of the summary about the data."""
+        return [("data", self.data.source)]
 
     @property
     def fingerprint(self) -> str:
@@ -153,10 +152,14 @@ class Task(ABC, Generic[ModelT]):
             )
         return rows
 
-    def batch_after(self, step: int) -> Batch:
-        """Return the global batch of the step that follows `step` steps: a function of (seed, step) alone."""
+    def rows_after(self, step: int) -> np.ndarray:
+        """Return the numbers of the rows of the step that follows `step` steps: a function of (seed, step) alone."""
         train = self.config.train
-        return self.batch(global_rows(train.seed, step, train.global_batch_size, self.rows), step)
+        return global_rows(train.seed, step, train.global_batch_size, self.rows)
+
+    def batch_after(self, step: int) -> Batch:
+        """Return the global batch of the step that follows `step` steps."""
+        return self.batch(self.rows_after(step), step)
 
     def abstract_batch(self) -> AbstractBatch:
         """Return shapes and shardings of the batch of one training step."""

@@ -13,7 +13,10 @@ from jaxdist.config import DataConfig
 from jaxdist.data.batches import AbstractBatch, Batch, BatchLayout, abstract_batch, ordered_batch, token_batch
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.data.held_out import HeldOut
+from jaxdist.data.mixed_rows import MixedRows
+from jaxdist.data.mixture import Mixture
 from jaxdist.data.order import held_out_rows
+from jaxdist.data.phases import phases_of, usages_of
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
@@ -87,6 +90,35 @@ class TextTask(Task[Model]):
         """The number of held-out rows."""
         return self.data.validation.count
 
+    @cached_property
+    def mixture(self) -> Mixture | None:
+        """The order of the rows of several sources; None for a single one."""
+        mixture = self.config.data.mixture
+        if mixture is None:
+            return None
+        train = self.config.train
+        sizes = {name: corpus.train.count for name, corpus in self.data.sources.items()}
+        return Mixture(train.seed, sizes, phases_of(mixture, train.steps, train.global_batch_size))
+
+    def rows_after(self, step: int) -> np.ndarray:
+        """Return the numbers of the rows of that step, of a mixture as `MixedRows` counts them."""
+        if self.mixture is None:
+            return super().rows_after(step)
+        batch = self.config.train.global_batch_size
+        source, row = self.mixture.rows(step * batch + np.arange(batch, dtype=np.int64))
+        assert isinstance(self.data.train, MixedRows)
+        return self.data.train.firsts[source] + row
+
+    def about_data(self) -> list[tuple[str, str]]:
+        """Return the line about the data; of a mixture, a line for each source too, and warnings."""
+        lines = super().about_data()
+        if self.mixture is None:
+            return lines
+        train = self.config.train
+        usages = usages_of(self.mixture, train.steps * train.global_batch_size)
+        lines += [("", f"{self.data.sources[usage.name].source}: {usage}") for usage in usages]
+        return lines + [("warning", warning) for usage in usages if (warning := usage.warning)]
+
     def baseline(self) -> float:
         """Return the unigram entropy: the nats per token of the best model of single tokens."""
         return self.data.validation.unigram_entropy()
@@ -111,7 +143,9 @@ class TextTask(Task[Model]):
         for numbers in held_out_rows(file.rows(self.units, stride), rows, 0):
             yield ordered_batch(numbers, abstract, self.layout, partial(file.read, self.units, stride))
 
-    def whole_held_out(self) -> HeldOut:
-        """Return the held-out part of the data, whose first token nothing predicts."""
-        tokens = self.data.validation.tokens
-        return HeldOut(tokens.path, tokens, before=None, bytes=None, fingerprint=self.fingerprint)
+    def whole_held_out(self) -> list[HeldOut]:
+        """Return the held-out part of each source, whose first token nothing predicts."""
+        return [
+            HeldOut(tokens.path, tokens, before=None, bytes=None, fingerprint=self.fingerprint)
+            for tokens in self.data.validation.streams
+        ]

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from jaxdist.config import Config, RequestError
-from jaxdist.data.named_files import holds_tokens
+from jaxdist.data.training_paths import training_tokens
 from jaxdist.huggingface.folder import open_folder
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, read_tokenizer
 from jaxdist.huggingface.schema import TOKENIZER
@@ -56,7 +56,7 @@ def from_run(path: Path, config: Config) -> Config:
             )
         check_upcycling(config.model, theirs, source.path)
     data = config.data
-    if config.model.images or holds_tokens(data.path):
+    if config.model.images or training_tokens(data):
         return config
     tokenizer = source.load_tokenizer()
     if not data.tokenizer:

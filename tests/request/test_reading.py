@@ -104,6 +104,7 @@ def another(name: str) -> object:
     default, kind = KNOBS[name].default, KNOBS[name].annotation
     given = {"resume": "7", "mesh": "2x1x1", "train.epochs": 1.5, "model.rope_theta": 1e4}
     given |= {"model.rope_scaling": "linear,factor=2", "model.lora_targets": "q_proj", "data.text": "content"}
+    given |= {"data.mixture": "a*0.7,b*0.3"}
     if name in given:
         return given[name]
     if get_origin(kind) is Annotated:

@@ -26,7 +26,7 @@ LEGAL = {
         *("parallel.gradient_compression", "parallel.compression_density", "parallel.compression_rank"),
         *("parallel.replica_zero", "parallel.micro_batches", "parallel.offload", "pipeline.schedule"),
         *("parallel.context", "parallel.rules.heads", "parallel.rules.mlp", "parallel.rules.vocab"),
-        *("data.validation_path", "data.validation_fraction", "data.text", "data.dtype", "data.pack"),
+        *("data.mixture", "data.validation_path", "data.validation_fraction", "data.text", "data.dtype", "data.pack"),
         *("data.augment", "data.prefetch"),
         *("optimizer.name", "optimizer.schedule", "optimizer.decay_fraction"),
         *("train.global_batch_size", "train.accumulation", "cluster.process_id"),

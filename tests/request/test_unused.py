@@ -80,6 +80,7 @@ VALUES = {
     "pipeline.schedule": "gpipe",
     "pipeline.virtual_stages": "1",
     "data.tokenizer": __file__,
+    "data.mixture": "a*0.7,b*0.3",
     "sample.prompts": "def",
     "cluster.site": "zurich",
     "checkpoint.keep_every": "14",

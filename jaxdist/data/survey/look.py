@@ -134,7 +134,7 @@ def _tell_tokens(streams: Streams, sequence: int, figures: dict[str, Any], progr
         "largest": max(part.largest() for part in parts),
         "dtype": streams.train.dtype,
         "entries": tokenizer.get_vocab_size() if tokenizer else None,
-        "source": streams.source,
+        "source": streams.line,
     }
     figures["samples"] = [sample._asdict() for sample in samples(streams.train, special, tokenizer)]
     if not special.delimits():

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxdist.config import Config, RequestError
-from jaxdist.data.named_files import holds_tokens
+from jaxdist.data.training_paths import training_tokens
 from jaxdist.files.reasons import reason
 from jaxdist.request.checks.registry import check
 from jaxdist.weights.named import model_folder, needs_tokenizer
@@ -19,44 +19,77 @@ BYTE_LEVEL_VOCAB = 257
 """Fewest entries of a byte-level tokenizer: one for each byte, and the end-of-text token."""
 
 
-@check("model.family", "data.path", "data.tokenizer", "data.validation_path", "data.text")
+@check("model.family", "data.path", "data.mixture", "data.tokenizer", "data.validation_path", "data.text")
 def _files(config: Config) -> Iterator[str]:
     data = config.data
-    named = data.path or data.tokenizer or data.validation_path or data.text != "text"
+    named = data.path or data.mixture or data.tokenizer or data.validation_path or data.text != "text"
     # Images are checked when they are opened.
     if config.model.images or not named:
         return
 
     # This module reads only the first bytes of the files, and does not import numpy.
-    from jaxdist.data.paths import open_sources
+    from jaxdist.data.paths import open_mixture, open_sources
 
     try:
-        open_sources(data)
+        if data.mixture:
+            open_mixture(data)
+        else:
+            open_sources(data)
     except RequestError as error:
         yield from error.problems
 
 
-@check("model.family", "model.documents", "data.path", "data.tokenizer")
+@check("model.family", "data.mixture", "data.validation_path")
+def _mixture(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.mixture and data.validation_path:
+        yield (
+            f"data.validation_path is '{data.validation_path}', but each source of data.mixture holds out a part "
+            "of its own; leave it out, and give it to evaluate"
+        )
+
+
+@check("data.mixture", "train.steps", "train.epochs", "checkpoint.epochs")
+def _length_of_mixture(config: Config) -> Iterator[str]:
+    mixture = config.data.mixture
+    if mixture is None:
+        return
+    if config.train.epochs:
+        yield (
+            f"train.epochs is {config.train.epochs:g}, but the sources of data.mixture have epochs of their own; set "
+            "train.steps"
+        )
+    else:
+        yield from mixture.problems(config.train.steps)
+    if config.checkpoint.epochs:
+        yield (
+            "checkpoint.epochs is true, but the sources of data.mixture have epochs of their own; set checkpoint.every"
+        )
+
+
+@check("model.family", "model.documents", "data.path", "data.mixture", "data.tokenizer")
 def _documents(config: Config) -> Iterator[str]:
     data = config.data
-    if config.model.documents_apart and not data.tokenizer and holds_tokens(data.path):
+    tokens = training_tokens(data)
+    if config.model.documents_apart and not data.tokenizer and tokens:
         yield (
-            f"model.documents is apart, but nothing says which token of '{data.path}' ends a document; give its "
+            f"model.documents is apart, but nothing says which token of '{tokens}' ends a document; give its "
             "data.tokenizer, or set model.documents to joined"
         )
 
 
-@check("model.family", "data.pack", "data.path", "data.tokenizer")
+@check("model.family", "data.pack", "data.path", "data.mixture", "data.tokenizer")
 def _packing(config: Config) -> Iterator[str]:
     data = config.data
-    if not config.model.images and data.pack == "best-fit" and not data.tokenizer and holds_tokens(data.path):
+    tokens = training_tokens(data)
+    if not config.model.images and data.pack == "best-fit" and not data.tokenizer and tokens:
         yield (
-            f"data.pack is best-fit, but nothing says which token of '{data.path}' ends a document; give its "
+            f"data.pack is best-fit, but nothing says which token of '{tokens}' ends a document; give its "
             "data.tokenizer, or set data.pack to cut"
         )
 
 
-@check("model.family", "model.vocab", "data.path", "data.tokenizer")
+@check("model.family", "model.vocab", "data.path", "data.mixture", "data.tokenizer")
 def _vocab(config: Config) -> Iterator[str]:
     if config.model.images:
         return
@@ -73,7 +106,7 @@ def _vocab(config: Config) -> Iterator[str]:
 
 
 def _trains_tokenizer(config: Config) -> bool:
-    return not config.data.tokenizer and not holds_tokens(config.data.path)
+    return not config.data.tokenizer and not training_tokens(config.data)
 
 
 @check("run_dir")
