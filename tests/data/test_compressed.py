@@ -12,7 +12,7 @@ import pytest
 from jaxdist.config import RequestError
 from jaxdist.data.compressed import decompressed, ending_of
 from jaxdist.data.readers.reader import unseen
-from tests.data.files import POEM, ids, lines, open_
+from tests.data.files import POEM, lines, open_
 
 zstd = pytest.importorskip("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 
@@ -109,11 +109,6 @@ def test_a_long_window_of_zstd_is_read(write):
     with pytest.raises(zstd.ZstdError, match=r"window|memory|Frame"):
         zstd.decompress(data)
     assert content(write("a.zst", data)) == NOISE
-
-
-def test_compressed_tokens_are_refused(write):
-    with pytest.raises(RequestError, match=r"is compressed by gzip, and tokens are used in place; decompress it"):
-        open_(path=write("a.bin.gz", gzip.compress(ids(*range(99)))))
 
 
 def test_a_missing_package_is_named(write, monkeypatch):

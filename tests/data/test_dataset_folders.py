@@ -107,32 +107,6 @@ def test_what_is_named_by_itself_is_trained_on(tmp_path):
     assert texts_of(f"{tmp_path / 'train.parquet'},{tmp_path / 'test.parquet'}")[0] == ["train.parquet", "test.parquet"]
 
 
-@pytest.mark.parametrize(
-    ("files", "sentence"),
-    [
-        (
-            {"state.json": '{"_data_files": [{"filename": "b.arrow"}]}'},
-            "state.json' names 'b.arrow', which is not there",
-        ),
-        ({"state.json": "{}"}, "state.json' lists no files of a data set; save the data set again"),
-        ({"state.json": "{"}, "state.json' is not valid JSON"),
-        (
-            {"state.json": '{"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{}]}'},
-            "was saved with a selection of its rows, by an old version of datasets; save it again",
-        ),
-        ({"dataset_dict.json": '{"splits": ["train"]}'}, "dataset_dict.json' names 'train', which is not there; copy"),
-        ({"dataset_dict.json": "{}"}, "dataset_dict.json' lists no splits; save the data set again"),
-    ],
-)
-def test_a_data_set_that_is_not_whole_is_refused(tmp_path, files, sentence):
-    save(tmp_path / "saved", a=["one"])
-    for name, content in files.items():
-        (tmp_path / "saved" / name).write_text(content)
-    with pytest.raises(RequestError) as raised:
-        open_(path=tmp_path / "saved")
-    assert sentence in str(raised.value)
-
-
 def test_a_run_that_left_splits_out_goes_on(tmp_path):
     root = tmp_path / "web"
     root.mkdir()

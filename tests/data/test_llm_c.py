@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from jaxdist.config import RequestError
 from jaxdist.data.held_out import open_held_out
 from tests.data.files import ids, open_
 
@@ -39,21 +38,3 @@ def test_a_separate_file_is_validation(write):
     assert [corpus.train.tokens.length, corpus.validation.tokens.length] == [100, 50]
     raw = open_(path=train, validation_path=write("raw.bin", ids(*range(50))))
     assert raw.validation.tokens.read(0, 50).tolist() == corpus.validation.tokens.read(0, 50).tolist()
-
-
-@pytest.mark.parametrize(
-    ("content", "knobs", "sentence"),
-    [
-        (llm_c(range(99), count=100), {}, "header counts 100 tokens of uint16, but 198 bytes follow it and not 200"),
-        (llm_c(range(99))[:-1], {}, "header counts 99 tokens of uint16, but 197 bytes follow it and not 198; copy it"),
-        (llm_c(range(99), count=-1), {}, "header counts -1 tokens"),
-        (llm_c(range(99))[:1000], {}, "is cut short: 1000 bytes are no header of llm.c; copy it again"),
-        (llm_c(range(99), version=2), {}, r"llm.c \(magic 20240520\) of version 2, of which only version 1 is read"),
-        (llm_c(range(301)), {}, "holds token id 300 but model.vocab is 300; set model.vocab to at least 301"),
-        (llm_c([0, 1 << 31], "uint32"), {}, "holds token id 2147483648 but model.vocab is 300"),
-        (llm_c(range(99)), {"dtype": "uint32"}, "data.dtype is uint32, but '.*' is a token file of llm.c that holds"),
-    ],
-)
-def test_what_is_wrong_is_a_sentence(write, content, knobs, sentence):
-    with pytest.raises(RequestError, match=sentence):
-        open_(path=write("a.bin", content), **knobs)

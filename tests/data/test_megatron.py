@@ -110,31 +110,6 @@ def test_several_sequences_may_be_one_document(megatron):
         assert words in open_(path=path).source
 
 
-@pytest.mark.parametrize(
-    ("described", "sentence"),
-    [
-        (index([40, 60], [0, 1, 2])[:30], "idx' is cut short: 30 bytes are no index of Megatron; copy it again"),
-        (index([40, 60], [0, 1, 2])[:-8], "idx' is damaged: 2 sequences and 3 borders of documents take 82 bytes, but"),
-        (index([40, 60], []), "idx' is damaged: 2 sequences and 0 borders"),
-        (index([40, 60], [0, 1, 2], modes=b"\0\1"), "gives the sequences modes, as of pictures and text; only text"),
-        (index([40, 60], [0, 1, 2], version=2), "idx' is an index of Megatron of version 2, of which only 1 is read"),
-        (index([40, 60], [0, 1, 2], "int64"), "bin' holds int64, as its index says; only uint16 and int32 are read"),
-        (index([40, 60], [0, 1, 2], "uint8"), "bin' holds uint8, as its index says"),
-        (index([40, 61], [0, 1, 2]), r"bin' has 200 bytes, but its index '.*' describes 202 \(2 sequences of uint16\)"),
-        (index([40, 60], [0, 1, 2], "int32"), "bin' has 200 bytes, but its index '.*' describes 400"),
-        (index([40, 60], [0, 1, 2], places=[0, 82]), "does not say that sequence 1 begins where the one before ends"),
-        (index([-40, 140], [0, 1, 2]), "does not say that sequence 0 begins where the one before ends"),
-        (index([40, 60], [0, 1, 1]), "idx' is damaged: its documents are the sequences 0 to 1, of 2; copy it again"),
-        (index([40, 60], [0, 1, 2])[:16] + bytes([2]), "is cut short"),
-    ],
-)
-def test_files_that_do_not_belong_together_are_a_sentence(megatron, described, sentence):
-    path = megatron([np.arange(100)])
-    path.with_suffix(".idx").write_bytes(described)
-    with pytest.raises(RequestError, match=sentence):
-        open_(path=path)
-
-
 def test_ids_that_the_model_lacks_are_named(megatron):
     with pytest.raises(
         RequestError, match=r"holds token id 300 but model.vocab is 300; set model.vocab to at least 301"
@@ -148,10 +123,3 @@ def test_ids_that_the_model_lacks_are_named(megatron):
         open_(path=megatron([np.arange(200)], "int32"), dtype="uint32", validation_fraction=0.25).train.tokens.length
         == 150
     )
-
-
-def test_an_index_without_its_tokens_is_refused(megatron):
-    path = megatron(documents())
-    path.unlink()
-    with pytest.raises(RequestError, match=r"is an index of Megatron \(.idx\), which holds no tokens"):
-        open_(path=path.with_suffix(".idx"))

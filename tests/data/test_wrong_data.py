@@ -1,6 +1,5 @@
 """Data that cannot be used: each mistake is named with its place, its values and a remedy."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,6 @@ BAD = [
     ({}, {"path": "."}, ["data.path '.' is a folder without files"]),
     ({"a.txt": ""}, {"path": "."}, ["data.path '.' names only files that are empty (1 .txt)"]),
     ({"a.txt": POEM}, {"path": "*.md"}, ["data.path '*.md' is a pattern that no file has"]),
-    ({"a.txt": POEM, "b.bin": ids(1)}, {"path": "."}, ["names tokens, 'b.bin', and text, 'a.txt'; give files of one"]),
-    ({"a.txt": POEM}, {"path": "a.txt,./a.txt"}, ["names the file '", "a.txt' 2 times; name it once"]),
     ({"a.txt": POEM}, {"path": "a.txt,no.txt"}, ["data.path 'no.txt' does not exist"]),
     ({"a.txt": POEM}, {"path": "['a.txt', 'b.txt']"}, ["is a list in brackets; write a.txt,b.txt"]),
     (
@@ -26,31 +23,8 @@ BAD = [
         {"path": "."},
         ["data.path 'a.txt' is a Feather file", "more such files of data.path; correct these first"],
     ),
-    ({}, {"path": "/dev/null"}, ["not a regular file"]),
-    ({"a.txt": ""}, {"path": "a.txt"}, ["is empty"]),
-    ({"a.bin": b""}, {"path": "a.bin"}, ["is empty"]),
     ({"a.txt": b"abc\n" * 999 + b"\xff\xfe"}, {"path": "a.txt"}, ["not utf-8 text (byte 3997 is 0xff)", "convert"]),
-    ({"a.txt": b"\x80" * 3000}, {"path": "a.txt"}, ["not utf-8 text (byte 1 is 0x80)"]),
     ({"a.jsonl": GOOD + "{text: 1}\n"}, {"path": "a.jsonl"}, ["line 3", "is not JSON (", "column 2"]),
-    ({"a.jsonl": GOOD + "[" * 99999}, {"path": "a.jsonl"}, ["line 3", "is not JSON"]),
-    ({"a.jsonl": GOOD + '\n["text"]\n'}, {"path": "a.jsonl"}, ["line 4", "has a list", '"text"']),
-    ({"a.jsonl": GOOD + '{"b": 1, "a": 2}'}, {"path": "a.jsonl"}, ["line 3", "has the keys ['a', 'b']", '"text"']),
-    (
-        {"a.jsonl": GOOD + '{"text": null}'},
-        {"path": "a.jsonl"},
-        ["line 3 of 'a.jsonl' has null as its \"text\"; write a string there, or leave the line out"],
-    ),
-    ({"a.jsonl": GOOD + '{"text": ' + "7" * 5000 + "}"}, {"path": "a.jsonl"}, ["line 3", 'has a number as its "text"']),
-    ({"a.jsonl": GOOD + '{"text": [1]}'}, {"path": "a.jsonl"}, ["line 3", 'has a list as its "text"']),
-    ({"a.jsonl": GOOD + "7" * 5000}, {"path": "a.jsonl"}, ["line 3", "has a number; write an object"]),
-    (
-        {"a.jsonl": GOOD + json.dumps(dict.fromkeys("abcdefgh"))},
-        {"path": "a.jsonl"},
-        ["has the keys ['a', 'b', 'c', 'd', 'e'] and 3 more; write an object"],
-    ),
-    ({"a.ndjson": GOOD + '{"text": 1}'}, {"path": "a.ndjson"}, ["line 3 of 'a.ndjson' has a number"]),
-    ({"a.jsonl": GOOD + '{"text": "\\uD800"}'}, {"path": "a.jsonl"}, ["line 3", "half of a surrogate pair"]),
-    ({"a.jsonl": GOOD.encode() + b'{"text": "\xff"}'}, {"path": "a.jsonl"}, ["line 3", "not utf-8 text (byte 11"]),
     ({"a.jsonl": '\n{"text": ""}\n'}, {"path": "a.jsonl"}, ["training data has 0 tokens", "one row needs 17"]),
     ({"a.jsonl": GOOD}, {"path": "a.jsonl"}, ["validation data has 0 tokens", "raise data.validation_fraction"]),
     (
@@ -58,8 +32,6 @@ BAD = [
         {"path": "a.jsonl", "validation_path": "b.jsonl"},
         ["validation data has 2 tokens and one row needs 17 (model.sequence 16", "make the validation data longer"],
     ),
-    ({"a.bin": b"123"}, {"path": "a.bin"}, ["cut short: 3 bytes"]),
-    ({"a.bin": ids(*range(301))}, {"path": "a.bin"}, ["token id 300", "model.vocab is 300", "at least 301"]),
     (
         {"a.bin": ids(*range(99)), "b.bin": ids(7, 999)},
         {"path": "a.bin", "validation_path": "b.bin"},
