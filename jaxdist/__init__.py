@@ -5,9 +5,9 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxdist.api import Parallel, join, parallelize, scan, stack, staged
+    from jaxdist.api import STOPPED, Parallel, join, parallelize, scan, stack, staged
 
-__all__ = ["Parallel", "join", "parallelize", "scan", "stack", "staged"]
+__all__ = ["STOPPED", "Parallel", "join", "parallelize", "scan", "stack", "staged"]
 __version__ = "0.1.0"
 
 

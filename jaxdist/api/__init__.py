@@ -42,6 +42,7 @@ from jaxdist.parallel.placement import trained
 from jaxdist.parallel.placing import Wrt, ZeroOptions
 from jaxdist.planning.compiled import text_of
 from jaxdist.planning.hlo import Collective, collectives
+from jaxdist.process.exit_codes import STOPPED
 from jaxdist.sharding import BATCH, Layout, Rules
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.engine import Engine
@@ -49,7 +50,7 @@ from jaxdist.training.forward.module import ModuleForward, Scope
 from jaxdist.training.forward.module_pipeline import ModulePipelineForward, check_request, staged, stages_of_module
 from jaxdist.training.forward.step import Forward, Metrics, Step, TrainState
 
-__all__ = ["Parallel", "join", "parallelize", "scan", "stack", "staged"]
+__all__ = ["STOPPED", "Parallel", "join", "parallelize", "scan", "stack", "staged"]
 
 
 def parallelize(

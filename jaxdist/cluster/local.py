@@ -19,7 +19,7 @@ from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import RequestError
 from jaxdist.output.units import counted
 from jaxdist.process.exit_codes import BUSY, DONE, FAILED, REFUSED, STOPPED, is_result
-from jaxdist.process.stop_signals import SIGNALS, heeded
+from jaxdist.process.stop_signals import GRACE, SIGNALS, heeded
 
 LAST_WORDS = 10.0
 """Seconds in which the other processes may end by themselves, and say why, before they are killed."""
@@ -148,9 +148,10 @@ class Supervisor:
     def _report_stop(self, after: str, codes: Sequence[int], first: int) -> int:
         """Report that a signal has ended the job, whose processes have these exit codes, and return the exit code."""
         # Python itself was still starting where a process was ended by the signal: it has nothing to lose yet. A script
-        # may let the signal end it, in some of its processes.
-        unheeded = {DONE, *(-number for number in SIGNALS)}
-        if STOPPED in codes or set(codes) <= unheeded:
+        # may let the signal end it, and the others then wait for it until they are killed.
+        by_signal = {-number for number in SIGNALS}
+        ended = {codes[first]} if self.script else set(codes)
+        if STOPPED in codes or ended <= by_signal:
             self.tell(f"stopped by {self.stop_signal}{after}")
             return STOPPED
         self.tell(f"stopped by {self.stop_signal}{after}: {describe_exit(codes[first])}")
@@ -216,7 +217,7 @@ class Supervisor:
 
     def _start_script(self, command: Sequence[str], environment: Mapping[str, str], place: ProcessEnv) -> None:
         """Start a process of a user's script, which may import jaxdist or not; all but process 0 are labelled."""
-        environment = {**environment, **place.variables, "PYTHONUNBUFFERED": "1"}
+        environment = {**environment, **place.variables, GRACE: f"{self.grace:g}", "PYTHONUNBUFFERED": "1"}
         if place.leader:
             self._start(command, environment, None, None)
             return

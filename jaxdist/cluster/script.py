@@ -8,6 +8,7 @@ and the exit.
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import sys
 import threading
@@ -21,8 +22,10 @@ from pydantic import ValidationError
 
 from jaxdist.cluster import faults, kv_store, lifeline, rendezvous
 from jaxdist.cluster.process_env import ProcessEnv, find
-from jaxdist.config import ClusterConfig, FaultConfig, RequestError
+from jaxdist.cluster.stopping import Stop
+from jaxdist.config import CheckpointConfig, ClusterConfig, FaultConfig, RequestError
 from jaxdist.process.exit_codes import FAILED, STOPPED
+from jaxdist.process.stop_signals import GRACE
 
 QUIET_SECONDS = 10.0
 """How long a process that has come to its end waits for the others before it says so."""
@@ -33,24 +36,68 @@ LAST_SECONDS = 300.0
 WHERE = "running its script"
 """What a process of a script is doing, for messages."""
 
-_joined: list[ProcessEnv] = []
+_joined: list[Place] = []
 """The place of this process, once it has joined."""
 
 
+class Place:
+    """The place of this process among those of its job. Made by `join`."""
+
+    def __init__(self, env: ProcessEnv, grace: float):
+        """`grace` is the number of seconds from a signal to the end."""
+        self.process = env.process
+        """Its number, from 0."""
+        self.processes = env.processes
+        """How many there are."""
+        self.leader = env.leader
+        """Whether it is process 0, which prints and writes files."""
+        self._env = env
+        self._grace = grace
+        self._stop: Stop | None = None
+
+    def __repr__(self) -> str:
+        """Return `process 1 of 2`."""
+        return f"process {self.process} of {self.processes}"
+
+    def should_stop(self) -> bool:
+        """Return whether the job should stop here: save, and end with `sys.exit(jaxdist.STOPPED)`.
+
+        It is true after SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C to any of the processes, at the same point in all of them:
+        each asks at the same points, such as before each step, in the same order and in its main thread. From the
+        first question on the signals end the process no more, unless it takes longer to end than the launcher's
+        `--checkpoint.grace-seconds`. Before that, they end it at once.
+        """
+        if self._stop is None:
+            self._stop = Stop(self._env, self._grace, lambda: WHERE)
+            self._stop.__enter__()
+            self._stop.joined()
+        return self._stop.here()
+
+    def leave(self) -> None:
+        """Let no thread wait for a signal to other processes any more."""
+        if self._stop is not None:
+            self._stop.leave()
+
+
 def join(
-    *, coordinator: str = "", processes: int = 0, process_id: int = -1, start_seconds: int = FaultConfig().start_seconds
-) -> ProcessEnv:
+    *,
+    coordinator: str = "",
+    processes: int = 0,
+    process_id: int = -1,
+    start_seconds: int = FaultConfig().start_seconds,
+) -> Place:
     """Join the other processes that a launcher has started, and return the place of this one among them.
 
     Call it at the beginning of a script, before anything uses jax. `jax.devices()` then has the devices of all
-    processes, and `jaxdist.parallelize` trains on them. A script that was started alone goes on alone. The place has
-    `process` (its number from 0), `processes`, `leader` (whether it is process 0) and `alone`.
+    processes, and `jaxdist.parallelize` trains on them. A script that was started alone goes on alone, as process 0 of
+    1.
 
     From here on the processes end together: an exception in one ends all; one that has come to its end waits for the
     others, 300 s at most.
 
-    The arguments are those of the options `--cluster` of train, for processes that no launcher tells where they are;
-    `processes=1` runs this one alone, whatever the environment says. The processes wait `start_seconds` for each other.
+    `coordinator`, `processes` and `process_id` are the options `--cluster` of train, for processes whose launcher does
+    not tell them where they are; `processes=1` runs this one alone, whatever the environment says. The processes wait
+    `start_seconds` for each other.
 
     Raises `RequestError` where the environment contradicts itself, process 0 cannot be met, or jax is in use already.
     """
@@ -61,10 +108,11 @@ def join(
     if not env.alone and kv_store.processes() == 1:
         _check_unused(env)
         env = rendezvous.join(env, FaultConfig(start_seconds=start_seconds))
+    place = Place(env, _grace())
     if not env.alone:
-        _end_together(env)
-    _joined.append(env)
-    return env
+        _end_together(env, place)
+    _joined.append(place)
+    return place
 
 
 def check_joined() -> None:
@@ -98,6 +146,15 @@ def _options(coordinator: str, processes: int, process_id: int) -> ClusterConfig
         raise RequestError(*wrong) from error
 
 
+def _grace() -> float:
+    """Return the seconds from a signal to the end of the process."""
+    text = os.environ.get(GRACE, "")
+    try:
+        return CheckpointConfig.model_validate({"grace_seconds": text} if text else {}).grace_seconds
+    except ValidationError as error:
+        raise RequestError(f"{GRACE} is '{text[:40]}' in the environment; it must be a number of seconds") from error
+
+
 def _check_unused(env: ProcessEnv) -> None:
     """Raise `RequestError` if JAX has made its devices already: those of other processes cannot be added."""
     if xla_bridge.backends_are_initialized():
@@ -107,7 +164,7 @@ def _check_unused(env: ProcessEnv) -> None:
         )
 
 
-def _end_together(env: ProcessEnv) -> None:
+def _end_together(env: ProcessEnv, place: Place) -> None:
     """Let an exception here end all processes, one elsewhere end this one, and the exit wait for all."""
     listener = faults.listen(env, lambda: WHERE)
 
@@ -118,7 +175,7 @@ def _end_together(env: ProcessEnv) -> None:
             faults.fail(env, error)
 
     sys.excepthook = fail
-    atexit.register(_wait_for_others, env, listener)
+    atexit.register(_wait_for_others, env, listener, place)
 
 
 def _interrupt(env: ProcessEnv) -> None:
@@ -129,7 +186,7 @@ def _interrupt(env: ProcessEnv) -> None:
     faults.leave(env, STOPPED)
 
 
-def _wait_for_others(env: ProcessEnv, listener: threading.Thread) -> None:
+def _wait_for_others(env: ProcessEnv, listener: threading.Thread, place: Place) -> None:
     """Wait until all processes have come to their end, and leave the job.
 
     Python would abort over a thread that still listens, and JAX ends a process that leaves alone.
@@ -144,6 +201,7 @@ def _wait_for_others(env: ProcessEnv, listener: threading.Thread) -> None:
         )
         if not _all_ended(env, listener, began + LAST_SECONDS):
             faults.end_all(env, FAILED, [f"not all others have come to their end in {LAST_SECONDS:.0f} s"])
+    place.leave()
     jax.distributed.shutdown()
 
 

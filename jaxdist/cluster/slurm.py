@@ -19,6 +19,7 @@ from jaxdist.cluster.slurm_text import BODY, CHOOSE_COORDINATOR, GO_BACK, OWN_SC
 from jaxdist.cluster.slurm_values import node_counts
 from jaxdist.config import RequestError, nearest
 from jaxdist.process.exit_codes import BUSY, DONE, REFUSED, STOPPED
+from jaxdist.process.stop_signals import GRACE
 
 MARGIN = 30
 """Seconds, beyond the grace period of the run, by which the signal to stop precedes the time limit."""
@@ -138,6 +139,7 @@ class Script:
             "done": str(DONE),
             "refused": str(REFUSED),
             "stopped": str(STOPPED),
+            "grace": f"{GRACE}={self.grace:g}",
         }
         # In one pass, so that what looks like a name within a value is left alone.
         names = "|".join(parts)

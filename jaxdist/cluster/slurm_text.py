@@ -129,7 +129,7 @@ TRAIN = Kind(
 )
 
 OWN_SCRIPT = Kind(
-    command='--label env PYTHONUNBUFFERED=1 "${program[@]}"',
+    command='--label env PYTHONUNBUFFERED=1 {grace} "${program[@]}"',
     final="""\
 # Codes from 2 are results of the script, except {stopped} and those of signals, from 128.
 if [ "$code" -ge 2 ] && [ "$code" -lt 128 ] && [ "$code" != {stopped} ]; then

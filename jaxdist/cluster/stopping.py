@@ -50,6 +50,8 @@ class Stop:
         self._timer: threading.Timer | None = None
         self._deadline = 0.0
         self._joined = env.alone
+        self._watcher: threading.Thread | None = None
+        """Waits for a signal to any of the processes."""
         self._ending = False
 
     def __enter__(self) -> Stop:
@@ -82,7 +84,13 @@ class Stop:
         """
         self._joined = True
         if not self.env.alone:
-            kv_store.watch("stop", self._agree)
+            self._watcher = kv_store.watch("stop", self._hear)
+
+    def leave(self) -> None:
+        """Listen no more, because all processes have come to their end: Python would abort over a thread that does."""
+        if self._watcher:
+            kv_store.post("stop", "")
+            self._watcher.join()
 
     def here(self) -> bool:
         """Return whether the run stops here. Every process asks at the same points, in the same order."""
@@ -123,6 +131,11 @@ class Stop:
             else:
                 self.name = name
                 self._end("nothing is lost")
+
+    def _hear(self, name: str) -> None:
+        """React to the name of a signal to one of the processes, or to the empty one of `leave`."""
+        if name:
+            self._agree(name)
 
     def _agree(self, name: str) -> None:
         """Agree with the other processes on the stopping point, and start the clock of the grace period."""

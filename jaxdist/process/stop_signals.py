@@ -11,6 +11,9 @@ from typing import NoReturn
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 """A scheduler or an administrator, a terminal that closes or an ssh that drops, Slurm before its time limit, Ctrl-C."""
 
+GRACE = "JAXDIST_GRACE_SECONDS"
+"""Environment variable by which a launcher tells a user's script how many seconds it has from a signal to its end."""
+
 
 def heeded() -> list[signal.Signals]:
     """Return the `SIGNALS` that stop this process: without SIGHUP where it is ignored, as by nohup."""

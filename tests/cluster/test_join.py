@@ -76,11 +76,42 @@ def test_who_waits_at_its_end_says_so_and_not_for_ever(early):
     assert f"ended because process {early} failed" in said[1 - early]
 
 
+STEPS = """
+for step in range(1000):
+    if place.should_stop(): break
+    if step == 5 and me == {signalled}: os.kill(os.getpid(), signal.{name})
+    time.sleep(0.02 + 0.05 * me)
+print(step)
+sys.exit(jaxdist.STOPPED)
+"""
+
+
+@pytest.mark.parametrize(("signalled", "name"), [(0, "SIGTERM"), (1, "SIGUSR1")])
+def test_a_signal_to_one_stops_all_at_the_same_step(signalled, name):
+    first, second = ended(STEPS.format(signalled=signalled, name=name), 85)
+    assert first == second
+    assert 5 < int(first) < 1000
+
+
+def test_who_does_not_end_in_time_is_ended(monkeypatch):
+    monkeypatch.setenv("JAXDIST_GRACE_SECONDS", "4")
+    first, second = ended(STEPS.format(signalled=1, name="SIGHUP").replace("break", "time.sleep(1000)"), 85)
+    assert "stopped by SIGHUP (running its script): the 4 s of checkpoint.grace_seconds are over" in first
+    assert second == ""
+
+
+def test_who_asks_and_is_not_stopped_ends_as_usual():
+    assert ended("print(place, [place.should_stop() for _ in range(9)] == [False] * 9)", 0) == [
+        "process 0 of 2 True\n",
+        "process 1 of 2 True\n",
+    ]
+
+
 def test_alone_it_does_nothing():
-    program = "import jaxdist, sys; place = jaxdist.join(); print(place.alone, sys.excepthook is sys.__excepthook__)"
+    program = "import jaxdist, sys; print(jaxdist.join(), sys.excepthook is sys.__excepthook__)"
     environment = {name: text for name, text in os.environ.items() if name not in JAX}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "True True\n"
+    assert done.stdout == "process 0 of 1 True\n"
 
 
 @pytest.fixture
@@ -110,6 +141,12 @@ def test_arguments(unjoined, arguments, fragment):
         script.join(**arguments)
 
 
+def test_the_grace_period_is_a_number(unjoined, monkeypatch):
+    monkeypatch.setenv("JAXDIST_GRACE_SECONDS", "soon")
+    with pytest.raises(RequestError, match="JAXDIST_GRACE_SECONDS is 'soon' in the environment; it must be a number"):
+        script.join(processes=1)
+
+
 def test_parallelize_needs_it(unjoined, monkeypatch):
     with pytest.raises(
         RequestError, match=r"JAX_NUM_PROCESSES and JAX_PROCESS_ID say that this is process 1 of 2, but"
@@ -120,14 +157,14 @@ def test_parallelize_needs_it(unjoined, monkeypatch):
 
 
 def test_who_asks_to_be_alone_is(unjoined):
-    assert script.join(processes=1).alone
+    assert script.join(processes=1).processes == 1
     script.check_joined()
 
 
 def test_who_has_met_by_jax_itself_is_not_met_again(monkeypatch):
     monkeypatch.setattr(script, "_joined", [])
     hooked = []
-    monkeypatch.setattr(script, "_end_together", hooked.append)
+    monkeypatch.setattr(script, "_end_together", lambda env, place: hooked.append(place))
     monkeypatch.setattr(kv_store, "processes", lambda: 2)
     monkeypatch.setattr(kv_store, "process", lambda: 1)
     monkeypatch.setattr(kv_store, "coordinator", lambda: "127.0.0.1:1")

@@ -306,7 +306,8 @@ def own(**more: object) -> Script:
 def test_a_script_gets_its_own_options_and_no_others(played):
     assert played.run(own().text(), "exit 0") == (0, "jaxdist.launch: job 7: done\n")
     [arguments] = played.calls("srun")
-    assert arguments[-7:] == ["--label", "env", "PYTHONUNBUFFERED=1", "python", "my train.py", "--its", "{final}"]
+    environment = ["--label", "env", "PYTHONUNBUFFERED=1", "JAXDIST_GRACE_SECONDS=60"]
+    assert arguments[-8:] == [*environment, "python", "my train.py", "--its", "{final}"]
 
 
 @pytest.mark.parametrize("code", [2, 3, 127])

@@ -225,12 +225,12 @@ def test_but_not_while_checkpoints_are_made(job):
 
 
 def test_a_script_finds_its_place_and_each_line_has_a_name(job, capfd):
-    place = "os.environ[name] for name in ('JAX_PROCESS_ID', 'JAX_NUM_PROCESSES')"
+    place = "os.environ[name] for name in ('JAX_PROCESS_ID', 'JAX_NUM_PROCESSES', 'JAXDIST_GRACE_SECONDS')"
     made = job(f"print(*({place}), flush=me == 2); print('to stderr', file=sys.stderr)", script=True)
     assert made.run() == 0
     shown = capfd.readouterr()
     name = socket.gethostname()
-    assert sorted(shown.out.splitlines()) == ["0 3", f"[{name} process 1] 1 3", f"[{name} process 2] 2 3"]
+    assert sorted(shown.out.splitlines()) == ["0 3 5", f"[{name} process 1] 1 3 5", f"[{name} process 2] 2 3 5"]
     assert sorted(shown.err.splitlines()) == [*(f"[{name} process {i}] to stderr" for i in (1, 2)), "to stderr"]
 
 
