@@ -1,28 +1,48 @@
-"""`python -m jaxdist.data PATH`: look at data before a training. No jax here."""
+"""`python -m jaxdist.data PATH`: look at data before a training, and write their tokens for others. No jax here."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jaxdist.cluster.process_env import check_alone
-from jaxdist.config import RequestError
+from jaxdist.config import Failed, RequestError
+from jaxdist.config.values import FileName
 from jaxdist.data.paths import open_sources
+from jaxdist.data.sources import Sources
+from jaxdist.files import replacing
+from jaxdist.files.reasons import reason
 from jaxdist.output.units import counted
 from jaxdist.process.exit_codes import DONE
-from jaxdist.request import JSON, Request, arguments, run
+from jaxdist.request import JSON, Extra, Request, arguments, check_output, check_output_folder, run
 from jaxdist.request.commandline import CONFIG_ENDING
 from jaxdist.request.knobs import KNOBS, within
+from jaxdist.training.export_target import exporting
 
 if TYPE_CHECKING:
-    from jaxdist.data.survey.look import Asked
+    from jaxdist.data.streams import Streams
+    from jaxdist.data.survey.look import Look
 
 DESCRIPTION = (
     "Look at data before a training: what the files are, documents, their lengths as a picture, duplicates, tokens, "
     "how many documents rows would cut, samples with the borders of tokens, and what a training would refuse. Reads "
     "everything. The exit code is 2 if something is refused."
 )
-EXTRAS = [JSON]
+EXTRAS = [
+    Extra(
+        "export",
+        "",
+        "Write the tokens, headerless uint16 or uint32: to this folder (a name that ends in /, or a folder that "
+        "exists) as train.bin, val.bin and tokenizer.json, or to this .bin, those that are held out last.",
+        FileName,
+    ),
+    Extra("force", False, "Let --export replace a .bin, or a folder of an earlier export that has not been changed."),
+    JSON,
+]
 
 OF_ROWS = ("data.pack", "data.augment", "data.prefetch")
 """Knobs of data that say nothing of what is read."""
@@ -31,7 +51,7 @@ USED = (*(name for name in KNOBS if within(name, ["data"]) and name not in OF_RO
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what data are. Return the exit code."""
+    """Print what data are, after exporting their tokens if requested. Return the exit code."""
     request = arguments(argv, "data", DESCRIPTION, positional="PATH", extras=EXTRAS, knobs=USED)
     check_alone("data")
     if request.config.model.images:
@@ -39,7 +59,6 @@ def main(argv: list[str] | None = None) -> int:
             f"{request.positional} has model.family {request.config.model.family}, which trains on images, and only "
             "text and tokens are looked at"
         )
-
     mixture = request.config.data.mixture
     if mixture:
         raise RequestError(
@@ -47,29 +66,96 @@ def main(argv: list[str] | None = None) -> int:
             f"such as '{mixture.sources[0].path}'"
         )
     sources = open_sources(request.config.data)
-
-    # Imported only now, because they import numpy, which --help does not need.
-    from jaxdist.data.survey import report
-    from jaxdist.data.survey.look import look
-    from jaxdist.training.console import Screen
-    from jaxdist.training.data_progress import DataProgress
-
-    screen = Screen()
-    found = look(_asked(request), sources, DataProgress(_nobody_waits, screen))
-    screen.pause()
-    print(json.dumps(found.figures) if request.extras["json"] else "\n".join(report.lines(found.figures)), flush=True)
-    if found.problems:
-        raise RequestError(*found.problems)
+    _check_export(request, sources)
+    if not request.extras["export"]:
+        found = _look(request, sources)
+    else:
+        with _exporting(request.extras, sources) as write:
+            found = _look(request, sources)
+            assert found.streams, "tokens of which nothing is known"
+            found.figures["export"] = {"path": request.extras["export"], **write(found.streams)}
+    _print(request, found)
     return DONE
 
 
-def _asked(request: Request) -> Asked:
-    from jaxdist.data.survey.look import Asked
+def _look(request: Request, sources: Sources) -> Look:
+    """Return what is found in the data. Where they are refused, prints it and raises `RequestError`."""
+    # Imported only now, because they import numpy, which --help does not need.
+    from jaxdist.data.survey.look import Asked, look
+    from jaxdist.training.console import Screen
+    from jaxdist.training.data_progress import DataProgress
 
     model = request.config.model
-    # In a config of the user, model.vocab is that of the tokenizer.
-    own_vocab = "model.vocab" in request.overrides or (request.positional or "").endswith(CONFIG_ENDING)
-    return Asked(request.config.data, model.vocab, own_vocab, model.sequence)
+    asked = Asked(request.config.data, model.vocab, _own_vocab(request), model.sequence)
+    screen = Screen()
+    found = look(asked, sources, DataProgress(_nobody_waits, screen))
+    screen.pause()
+    if found.problems:
+        _print(request, found)
+        raise RequestError(*found.problems)
+    return found
+
+
+def _print(request: Request, found: Look) -> None:
+    from jaxdist.data.survey import report
+
+    print(json.dumps(found.figures) if request.extras["json"] else "\n".join(report.lines(found.figures)), flush=True)
+
+
+def _own_vocab(request: Request) -> bool:
+    """Return whether the user has said model.vocab; in a config of the user it is that of the tokenizer."""
+    return "model.vocab" in request.overrides or (request.positional or "").endswith(CONFIG_ENDING)
+
+
+def _check_export(request: Request, sources: Sources) -> None:
+    """Raise `RequestError` for an export that cannot be made, before anything is read."""
+    target = request.extras["export"]
+    if not target:
+        if request.extras["force"]:
+            raise RequestError("--force has no effect without --export; add that, or leave it out")
+        return
+    if not (sources.training.holds_tokens or request.config.data.tokenizer or _own_vocab(request)):
+        raise RequestError(
+            f"--export '{target}' writes tokens, and '{sources.name}' is text without a tokenizer; give a "
+            "--data.tokenizer, or the --model.vocab of one to train"
+        )
+    if _is_folder(target):
+        check_output_folder("--export", Path(target))
+        return
+    check_output("--export", target, "tokens.bin")
+    if Path(target).suffix != ".bin":
+        raise RequestError(
+            f"--export '{target}' would be a file of tokens; name it {Path(target).with_suffix('.bin')}, or a folder "
+            f"{target}/"
+        )
+
+
+@contextmanager
+def _exporting(extras: Mapping[str, Any], sources: Sources) -> Iterator[Callable[[Streams], dict[str, Any]]]:
+    """Yield what writes tokens to the target of --export, which is there at the end. Raises `RequestError` before."""
+    # This module imports numpy.
+    from jaxdist.data.token_export import write_file, write_folder
+
+    target = Path(os.path.abspath(extras["export"]))
+    if _is_folder(extras["export"]):
+        with exporting(target, replace=extras["force"]) as new:
+            yield lambda streams: write_folder(streams, new)
+        return
+    if os.path.lexists(target):
+        if any(os.path.samefile(target, file.path) for source in sources.all for file in source.files):
+            raise RequestError(f"--export '{target}' is one of the files that are read; name another")
+        if not extras["force"]:
+            raise RequestError(f"--export '{target}' is there already; name another, or add --force to replace it")
+    try:
+        with replacing(target) as new:
+            yield lambda streams: write_file(streams, new, target.name)
+    except OSError as error:
+        raise Failed(f"the export to '{target}' failed: {reason(error)}; free some room, and export again") from error
+
+
+def _is_folder(target: str) -> bool:
+    """Return whether the text of --export means a folder."""
+    return target.endswith("/") or os.path.isdir(target)
 
 
 def _nobody_waits() -> None:

@@ -17,11 +17,13 @@ import jaxdist
 from jaxdist import checkpoints, explain, plan
 from jaxdist.bench.__main__ import main as bench
 from jaxdist.config import RequestError
+from jaxdist.data.__main__ import main as data
 from jaxdist.lab.__main__ import main as lab
 from jaxdist.request import check_output
 
 ROWS = {
     ("checkpoints", "export"): (checkpoints.main, "RUN --force --export=FILE", ".safetensors"),
+    ("data", "export"): (data, "--model.vocab=300 --force --export=FILE", ".bin"),
     ("explain", "picture"): (explain.main, "--picture=FILE", ".png"),
     ("plan", "picture"): (plan.main, "--picture=FILE", ".png"),
     ("plan", "save"): (plan.main, "--save=FILE", ".toml"),
@@ -64,8 +66,8 @@ KINDS = {
     "link to a device": "is a symbolic link; name the file itself",
 }
 
-BOTH = [(("checkpoints", "export"), "folder")]
-"""What may be a folder as well as a file (tests/huggingface/test_export_folder.py)."""
+BOTH = [(("checkpoints", "export"), "folder"), (("data", "export"), "folder")]
+"""What may be a folder as well as a file (tests/huggingface/test_export_folder.py, tests/data/test_token_export.py)."""
 
 
 @pytest.fixture
@@ -170,7 +172,7 @@ def test_it_is_refused_before_jax_is_imported(tmp_path, run_folder):
             os.mkfifo(path)
         words = line.replace("FILE", str(path)).replace("RUN", str(run_folder)).split()
         module = name[0].split()[0]
-        lines.append((f"jaxdist.{module}" + ".__main__" * (module in ("lab", "bench")), words))
+        lines.append((f"jaxdist.{module}" + ".__main__" * (module in ("lab", "bench", "data")), words))
     program = """
 import importlib, json, sys
 from jaxdist.config import RequestError

@@ -93,6 +93,7 @@ LEGAL = {
 """The classes of values that an option takes -> the options; the files and folders of `make_values` are there."""
 
 OF_COMMAND = {
+    ("data", "export"): "empty",  # of tokens, which the text without a tokenizer has not
     ("explain", "devices"): "zero",  # as many as the mesh names
     ("explain", "cluster"): "empty",  # that of the GPU
     ("bench gpu", "rows"): "zero",  # of a step; elsewhere of an epoch

@@ -21,6 +21,7 @@ from jaxdist.data.survey.text_documents import TextDocuments
 from jaxdist.data.survey.token_documents import hash_documents, samples
 from jaxdist.data.tokenizing import sample_bytes
 from jaxdist.data.vocabulary import needed_vocab
+from jaxdist.huggingface.given_tokenizer import largest_id
 from jaxdist.output.units import size
 
 
@@ -128,10 +129,12 @@ def _tell_tokens(streams: Streams, sequence: int, figures: dict[str, Any], progr
     parts = (streams.train, streams.validation)
     special = streams.special
     tokenizer = streams.tokenizer.load() if streams.tokenizer else None
+    largest = max(part.largest() for part in parts)
     figures["tokens"] = {
         "training": streams.train.length,
         "held_out": streams.validation.length,
-        "largest": max(part.largest() for part in parts),
+        "largest": largest,
+        "vocab": 1 + max(largest, largest_id(tokenizer) if tokenizer else -1),
         "dtype": streams.train.dtype,
         "entries": tokenizer.get_vocab_size() if tokenizer else None,
         "source": streams.line,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxdist.data.survey.lengths import QUANTILES
+from jaxdist.huggingface.schema import TOKENIZER
 from jaxdist.output.tables import table
 from jaxdist.output.units import counted, rounded, size
 
@@ -22,6 +23,8 @@ BORDER = "│"
 def lines(figures: Mapping[str, Any]) -> list[str]:
     """Return the lines that `python -m jaxdist.data` prints: sections, with an empty line between two of them."""
     sections = [_head(figures), _picture(figures["documents"]), *map(_sample, enumerate(figures["samples"], start=1))]
+    if "export" in figures:
+        sections.append([_export(figures["export"], figures["tokens"])])
     found: list[str] = []
     for section in map(list, sections):
         if found and section:
@@ -89,7 +92,7 @@ def _place(place: Mapping[str, Any]) -> str:
 
 
 def _tokens(tokens: Mapping[str, Any], documents: Mapping[str, Any]) -> str:
-    words = f"{rounded(tokens['training'])} and {rounded(tokens['held_out'])} held out, {tokens['dtype']}"
+    words = f"{_sizes(tokens)}, {tokens['dtype']}"
     if tokens["entries"]:
         words += f", of a tokenizer with {tokens['entries']:,} entries"
     words += f"; the largest id is {tokens['largest']:,}"
@@ -139,3 +142,17 @@ def _on_one_line(text: str) -> str:
 
 def _share(count: int, of: int) -> str:
     return f"{100 * count / max(of, 1):.1f} %"
+
+
+def _export(export: Mapping[str, Any], tokens: Mapping[str, Any]) -> str:
+    """Return what was written, and how to train on it."""
+    path = export["path"]
+    several = f" ({', '.join(export['files'])})" if len(export["files"]) > 1 else ""
+    tokenizer = f" --data.tokenizer {path}" if TOKENIZER in export["files"] else ""
+    written = f"wrote {path}{several}, {_sizes(export)} as {export['dtype']}"
+    training = f"python -m jaxdist.train --data.path {path}{tokenizer} --model.vocab {tokens['vocab']}"
+    return f"{written}; train on it: {training}"
+
+
+def _sizes(tokens: Mapping[str, Any]) -> str:
+    return f"{rounded(tokens['training'])} tokens and {rounded(tokens['held_out'])} held out"
