@@ -14,20 +14,18 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int
-from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
 from jaxdist.config.values import IdType
 from jaxdist.data.progress import Progress, unseen
-from jaxdist.data.readers.reader import Document, OnRead
 from jaxdist.data.rows import labelled
-from jaxdist.data.sources import TEXT, Source, Split
+from jaxdist.data.sources import TEXT, Source
 from jaxdist.data.streams import VERSION, identity
 from jaxdist.data.token_files import open_token_files, types
 from jaxdist.data.token_store import open_store
 from jaxdist.data.tokens import Tokens
 from jaxdist.files import digest
-from jaxdist.huggingface.given_tokenizer import GivenTokenizer, encode, ids_of
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer
 
 
 @dataclass(frozen=True)
@@ -129,67 +127,15 @@ def _open_text(source: Source, given: GivenTokenizer | None, vocab: int, apart: 
     path = source.files[0].path
     if given is None:
         raise RequestError(f"'{path}' is text, and no tokenizer is there to read it with; give its --data.tokenizer")
-    counted = _Counted(source, given, apart)
     store = open_store(
         source,
-        counted.split,
         lambda content: digest(VERSION, "alone", content, *identity(given), vocab, apart),
         vocab,
         given,
         progress,
-        counted=lambda: {"bytes": counted.bytes},
+        counted="apart" if apart else "joined",
     )
     # Where there is a BOS token, it stands at the start already.
     before = given.special.eos if given.special.bos is None else None
     note = f"'{path}': {store.note}" if store.note else None
     return HeldOut(path, store.validation, before, store.facts["bytes"], store.content, note)
-
-
-class _Counted:
-    """Counts the bytes of the documents of a file, but for those of tokens that nothing predicts."""
-
-    def __init__(self, source: Source, given: GivenTokenizer, apart: bool):
-        self.bytes = 0
-        self._source = source
-        self._special = given.special
-        self._tokenizer = given.load()
-        self._bos = self._name(given.special.bos)
-        self._eos = self._name(given.special.eos)
-        # With a BOS token, that one predicts the first of the text; so does the end of the document before, unless it
-        # is kept apart.
-        self._first_alone = given.special.bos is None and given.special.eos is None
-        self._each_alone = given.special.bos is None and apart
-
-    def split(self, on_read: OnRead) -> Split:
-        """Yield the documents, all of them held out."""
-        for number, document in enumerate(self._source.documents(on_read=on_read)):
-            uncounted = self._delimiters(document)
-            if document.begins and (self._each_alone or (self._first_alone and number == 0)):
-                uncounted += _bytes_of_first(self._tokenizer, document.text)
-            self.bytes += max(0, len(document.text.encode()) - uncounted)
-            yield True, document
-
-    def _delimiters(self, document: Document) -> int:
-        """Return the bytes of the BOS and the EOS that a document has as text."""
-        begins = document.begins and self._bos != "" and document.text.startswith(self._bos)
-        ends = document.ends and self._eos != "" and document.text.endswith(self._eos)
-        if not begins and not ends:
-            return 0
-        ids = ids_of(self._tokenizer, document.text)
-        size = 0
-        if self._special.has_own(ids, begins, ends=False):
-            size += len(self._bos.encode())
-        if self._special.has_own(ids, begins=False, ends=ends):
-            size += len(self._eos.encode())
-        return size
-
-    def _name(self, token: int | None) -> str:
-        """Return a token as text; an empty one where there is none."""
-        return "" if token is None else self._tokenizer.id_to_token(token) or ""
-
-
-def _bytes_of_first(tokenizer: Tokenizer, text: str) -> int:
-    """Return the bytes of a text before the character where its second token begins."""
-    offsets = encode(tokenizer, text).offsets
-    end = offsets[1][0] if len(offsets) > 1 else len(text)
-    return len(text[:end].encode())

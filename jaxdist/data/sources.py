@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxdist.data.compressed import decompressed, text_size
+from jaxdist.data.compressed import decompressed, is_compressed, text_size
 from jaxdist.data.readers import reader_before, reader_of
 from jaxdist.data.readers.python_library import PYTHON_LIBRARY, library_files, library_folder
 from jaxdist.data.readers.reader import (
@@ -47,6 +47,48 @@ class DataFile(NamedTuple):
 
     path: Path
     reader: Reader
+
+
+class TextFile(NamedTuple):
+    """A file of text, and how its documents are read."""
+
+    path: Path
+    reader: TextReader
+    block: int
+    """Bytes of the pieces into which a text is cut that does not say where its documents end."""
+    text: str
+    """Where the text of a row is, as data.text says it."""
+    held_out: bool
+    """Whether the whole file is held out."""
+
+    def documents(
+        self,
+        on_read: OnRead = unseen,
+        start: int = 0,
+        stop: int | None = None,
+        on_empty: Callable[[], None] = uncounted,
+    ) -> Iterator[Document]:
+        """Yield the documents that begin at bytes start..stop-1, which must be `places`, or its beginning and end.
+
+        `on_read` is called with the numbers of bytes as they are read, and `on_empty` for each text that is empty.
+        Raises `RequestError` naming the line or byte of an error.
+        """
+        with reading(self.path), self.path.open("rb") as file:
+            file.seek(start)
+            inside = None if start else decompressed(file, self.path, on_read)
+            opened = OpenFile(
+                file, self.path, on_read, self.block, self.text, start=start, stop=stop, on_empty=on_empty
+            )
+            if inside:
+                opened = opened._replace(file=inside, on_read=unseen)
+            yield from self.reader.documents(opened)
+
+    def places(self, step: int) -> Iterator[int]:
+        """Yield where the file may be divided, about every `step` bytes; nothing if it has to be read at once."""
+        if self.reader.places is None or self.path.stat().st_size <= step or is_compressed(self.path):
+            return
+        with reading(self.path), self.path.open("rb") as file:
+            yield from self.reader.places(OpenFile(file, self.path, unseen, self.block, self.text), step)
 
 
 @dataclass(frozen=True)
@@ -149,6 +191,23 @@ class Source:
             total.update(b"\0text\0" + self.text.encode())
         return total.hexdigest()
 
+    def texts(self, held_out: bool = True, fraction: float = 0.0) -> list[TextFile]:
+        """Return the files of text, in order; `fraction` is the part of the others that will be held out.
+
+        Raises `RequestError` for a file that cannot be read as a whole.
+        """
+        size = BLOCK_BYTES
+        if fraction:
+            # A small file is cut into smaller blocks, so that HELD_OUT_BLOCKS of them can be held out.
+            of_them = int(self.size * fraction / HELD_OUT_BLOCKS)
+            size = min(BLOCK_BYTES, max(SMALLEST_BLOCK_BYTES, of_them))
+        texts = []
+        for path, reader in self.files:
+            with reading(path):
+                _as_text(reader).check(path, self.text)
+            texts.append(TextFile(path, _as_text(reader), size, self.text, held_out))
+        return texts
+
     def documents(
         self, fraction: float = 0.0, on_read: OnRead = unseen, on_empty: Callable[[], None] = uncounted
     ) -> Iterator[Document]:
@@ -157,20 +216,8 @@ class Source:
         `fraction` is the part that will be held out; `on_read` is called with the numbers of bytes as they are read,
         and `on_empty` for each text that is empty. Raises `RequestError` naming the line or byte of an error.
         """
-        size = BLOCK_BYTES
-        if fraction:
-            # A small file is cut into smaller blocks, so that HELD_OUT_BLOCKS of them can be held out.
-            held_out = int(self.size * fraction / HELD_OUT_BLOCKS)
-            size = min(BLOCK_BYTES, max(SMALLEST_BLOCK_BYTES, held_out))
-        for path, reader in self.files:
-            with reading(path):
-                _as_text(reader).check(path, self.text)
-        for path, reader in self.files:
-            with reading(path), path.open("rb") as file:
-                inside = decompressed(file, path, on_read)
-                yield from _as_text(reader).documents(
-                    OpenFile(inside or file, path, unseen if inside else on_read, size, self.text, on_empty)
-                )
+        for file in self.texts(fraction=fraction):
+            yield from file.documents(on_read, on_empty=on_empty)
 
 
 @dataclass(frozen=True)
@@ -212,19 +259,34 @@ class Sources:
         held_out = self.held_out.digest(on_read) if self.held_out else self.fraction
         return digest(self.training.digest(on_read), held_out)
 
-    def split(self, on_read: OnRead = unseen) -> Split:
-        """Yield the documents, each with whether it is held out.
+    def texts(self) -> list[TextFile]:
+        """Return the files of text, in order: those of `training`, then those of `held_out`."""
+        texts = self.training.texts(held_out=False, fraction=self.by_number)
+        return texts + (self.held_out.texts() if self.held_out else [])
 
-        All documents of `held_out` are; without it every (1/fraction)-th document of `training` is. `on_read` is
-        called with the numbers of bytes as they are read.
+    @property
+    def by_number(self) -> float:
+        """The part of the documents of `training` that is held out, by their numbers (`is_held_out`)."""
+        return 0.0 if self.held_out else self.fraction
+
+    def split(self, on_read: OnRead = unseen) -> Split:
+        """Yield the documents, each with whether it is held out: those of `held_out`, or a part of the others.
+
+        `on_read` is called with the numbers of bytes as they are read.
         """
-        if self.held_out is None:
-            for number, document in enumerate(self.training.documents(self.fraction, on_read)):
-                yield int((number + 1) * self.fraction) > int(number * self.fraction), document
-            return
-        for source in self.all:
-            for document in source.documents(on_read=on_read):
-                yield source is self.held_out, document
+        number = 0
+        for file in self.texts():
+            for document in file.documents(on_read):
+                yield file.held_out or is_held_out(number, self.by_number), document
+                number += 1
+
+
+def is_held_out(number: Any, fraction: float) -> Any:
+    """Return whether the document of this number, from 0, is among every (1/fraction)-th one that is held out.
+
+    It counts over all documents of a source, as every version has done. It takes an array of numbers too.
+    """
+    return (number + 1) * fraction // 1 > number * fraction // 1
 
 
 def _as_text(reader: Reader) -> TextReader:

@@ -131,7 +131,6 @@ class Request:
         sources = self.sources
         store = open_store(
             sources,
-            sources.split,
             self._key,
             self.vocab,
             self.given,

@@ -51,6 +51,10 @@ SILENT_SECONDS = 24 * 3600
 """Seconds without a change after which a folder counts as abandoned if its lock cannot be relied on."""
 
 
+class Unfinished(RequestError):
+    """Refuse to go on filling a folder, with which the next start continues."""
+
+
 class Damaged(Exception):
     """Report the file of a folder that is not as it was written."""
 
@@ -105,25 +109,39 @@ def _publish(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, 
     try:
         with _take_over(folder, new) or _create(new):
             facts = fill(new)
-            files = {path.name: checksum(path) for path in sorted(new.iterdir()) if path.name != WRITER}
+            files = {path.name: checksum(path) for path in sorted(new.iterdir()) if _is_content(path)}
             write_whole(new / ABOUT, json.dumps({"facts": facts, "files": files, "xxh3_64": _seal(facts, files)}))
             # Rename it while it is locked, otherwise another process might take it for an abandoned folder.
             _rename(new, folder)
         with contextlib.suppress(OSError):
-            (folder / WRITER).unlink(missing_ok=True)
+            for path in folder.iterdir():
+                if not _is_content(path):
+                    _remove(path)
         return facts
     except OSError as error:
         raise RequestError(
             f"the token cache '{folder.parent}' cannot be written ({error.strerror or error}); set JAXDIST_CACHE to a "
             "folder that you can write to, with room"
         ) from error
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Unfinished):
         # The next start can continue from here, as after any other kill.
         keep = (new / PROGRESS).exists()
         raise
     finally:
         if not keep:
             _remove(new)
+
+
+def _is_content(path: Path) -> bool:
+    """Return whether a file or folder is a part of the content, and not what its writer needs."""
+    return path.name not in (WRITER, PROGRESS) and path.is_file()
+
+
+def empty(folder: Path) -> None:
+    """Remove all content of a folder that is being filled."""
+    for path in folder.iterdir():
+        if path.name != WRITER:
+            _remove(path)
 
 
 def _create(new: Path) -> contextlib.AbstractContextManager[None]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tokenizers import Tokenizer
+
 from jaxdist.config import RequestError
+from jaxdist.data.pieces import ByteCount, Plan
 from jaxdist.data.progress import Pass, Progress
-from jaxdist.data.readers.reader import OnRead
-from jaxdist.data.sources import Source, Sources, Split
-from jaxdist.data.token_cache import open_cache
-from jaxdist.data.tokenizing import PARTS, TOKENIZER, resume_point, write_parts
+from jaxdist.data.shards import TRAIN, VALIDATION, Shards, open_shards, take_up
+from jaxdist.data.sources import Source, Sources, TextFile
+from jaxdist.data.token_cache import empty, open_cache
+from jaxdist.data.tokenizing import PIECES, TOKENIZER, is_written
 from jaxdist.data.tokens import Tokens, TokenType
-from jaxdist.files import write_whole
+from jaxdist.data.workers import core_count, write_pieces
+from jaxdist.files import WRONG_CONTENT, checksum, sweep_temporaries, write_whole
 from jaxdist.files.caches import cache_folder
 from jaxdist.files.json_files import LARGEST_LISTING, read_text
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, load_tokenizer
@@ -30,7 +34,7 @@ class Store(NamedTuple):
     content: str
     """The hash of the text."""
     facts: dict[str, int]
-    """The fields of `tokenizing.Written`, and what else was counted."""
+    """The fields of `shards.Written`, and the bytes of the text if they were counted."""
 
     @property
     def note(self) -> str | None:
@@ -41,47 +45,91 @@ class Store(NamedTuple):
 
 def open_store(
     text: Source | Sources,
-    split: Callable[[OnRead], Split],
     key: Callable[[str], str],
     vocab: int,
     given: GivenTokenizer | None,
     progress: Progress,
     train: Callable[[], str] | None = None,
-    counted: Callable[[], dict[str, int]] = dict,
+    counted: ByteCount = "",
     doubled: bool = False,
 ) -> Store:
     """Return the tokens of a text, after tokenizing it if the cache lacks them.
 
-    `split` yields its documents, each with whether it is held out. `key` returns 64 hexadecimal digits, made from the
-    hash of the text, that name all that determines the tokens. Where no tokenizer is given, `train` makes one and
-    returns it as JSON. `counted` is asked for further facts when all documents have passed. `doubled` is explained in
-    `write_parts`. Raises `RequestError` if the text changes meanwhile.
+    A `Source` by itself is held out as a whole. `key` returns 64 hexadecimal digits, made from the hash of the text,
+    that name all that determines the tokens. Where no tokenizer is given, `train` makes one and returns it as JSON. If
+    `counted`, the bytes of the text are among the facts. `doubled` is explained in `Plan`. Raises `RequestError` if the
+    text changes meanwhile.
     """
     # Taken first: the content must not change from here on.
     stamp = text.stamp()
     content = text.digest(Pass(progress, "reading the data", text.size).read)
     dtype = token_type(vocab)
+    fraction = text.by_number if isinstance(text, Sources) else 0.0
 
     def fill(new: Path) -> dict[str, int]:
-        """Encode the text, or continue with what a killed process has left in `new`."""
-        done = resume_point(new)
-        if done is None:
+        """Tokenize the text, or continue with what a killed process has left in `new`."""
+        files = text.texts()
+        plan = _begun(new, files)
+        if plan is None:
             if given:
                 made = given.text
             else:
                 assert train, "no tokenizer is there, and none can be made"
                 made = train()
-            write_whole(new / TOKENIZER, made)
+            write_whole(new / TOKENIZER, made, lasting=True)
+            special = (given or kept_tokenizer(new)).special
+            plan = Plan.of(files, dtype, special, doubled, counted, checksum(new / TOKENIZER))
+            (new / PIECES).mkdir()
+        plan.write(new)
         encoding = Pass(progress, "tokenizing", text.size)
-        written = write_parts(new, given or kept_tokenizer(new), split(encoding.read), dtype, encoding, done, doubled)
+        facts = _tokenize(new, plan, (given or kept_tokenizer(new)).load(), fraction, encoding)
         if text.stamp() != stamp:
             raise RequestError(f"'{text.name}' changed while it was read; start again when it is complete")
-        return {**written._asdict(), **counted()}
+        return facts
 
     folder = cache_folder() / key(content)
     facts = open_cache(folder, fill, progress)
-    tokens = [Tokens.open(folder / part, dtype) for part in PARTS]
-    return Store(tokens[0], tokens[1], given or kept_tokenizer(folder), content, facts)
+    train_tokens, validation = (open_shards(folder, kind, dtype) for kind in (TRAIN, VALIDATION))
+    return Store(train_tokens, validation, given or kept_tokenizer(folder), content, facts)
+
+
+def _begun(folder: Path, files: Sequence[TextFile]) -> Plan | None:
+    """Take up what a killed process has left in `folder`, and return its plan, for the same text in `files`.
+
+    If anything is not as it was written, removes that; without a plan, everything, and returns None.
+    """
+    try:
+        plan = Plan.read(folder).same_text(files)
+        if checksum(folder / TOKENIZER) != plan.tokenizer:
+            raise ValueError(f"{TOKENIZER} differs")
+        sweep_temporaries(folder)
+        sweep_temporaries(folder / PIECES)
+        take_up(folder, plan)
+        return plan
+    except (*WRONG_CONTENT, IndexError):
+        # The folder may hold anything: whatever is wrong with it, the work starts over.
+        empty(folder)
+        return None
+
+
+def _tokenize(folder: Path, plan: Plan, tokenizer: Tokenizer, fraction: float, encoding: Pass) -> dict[str, int]:
+    """Write the pieces that are missing, and return the facts of all."""
+    shards = Shards(folder, plan, fraction)
+    missing = []
+    done = 0
+    for piece in range(len(plan.pieces)):
+        if is_written(folder, piece):
+            done += plan.bytes_of(piece)
+        else:
+            missing.append(piece)
+    if done:
+        encoding.read(done)
+    shards.advance()
+    write_pieces(folder, plan, tokenizer, missing, encoding, shards.advance, core_count())
+    whole = shards.advance()
+    assert whole, "a piece is missing"
+    written, size = shards.finish()
+    return {**written._asdict(), **({"bytes": size} if plan.counted else {})}
 
 
 def token_type(vocab: int) -> TokenType:

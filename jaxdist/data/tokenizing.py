@@ -1,31 +1,31 @@
-"""Tokenize documents: train a byte-level BPE on a sample of them, then encode all of them as a stream.
+"""Tokenize documents: train a byte-level BPE on a sample of them, then encode them piece by piece.
 
-Encoded tokens survive a kill. From time to time `token_cache.PROGRESS` is written beside the token files, with the
-number of documents in them and their sizes and checksums at that moment. A later process that finds it truncates the
-files to these sizes, compares the checksums, skips the documents that are done, and continues.
+In the folder `PIECES` of one that is being filled, a part of a piece is three files: its tokens, the lengths of its
+documents, and `Part` as JSON. Each is complete on disk before it has its name, and the JSON, the last, says that the
+part exists. Whoever starts again makes the parts that are missing.
 """
 
 from __future__ import annotations
 
+import array
+import collections
 import itertools
 import json
-import os
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxdist.data.progress import Pass
-from jaxdist.data.readers.reader import Document
+from jaxdist.data.pieces import PARTS_PER_PIECE, Plan
+from jaxdist.data.readers.reader import Document, OnRead, unseen
 from jaxdist.data.sources import Split
-from jaxdist.data.token_cache import PROGRESS
-from jaxdist.data.tokens import TokenType, TokenWriter
-from jaxdist.files import checksum, open_no_follow, write_whole
+from jaxdist.data.text_bytes import TextBytes
+from jaxdist.data.tokens import TokenWriter
+from jaxdist.files import WRONG_CONTENT, Checksum, replacing, write_whole
 from jaxdist.files.json_files import read_json
-from jaxdist.huggingface.given_tokenizer import GivenTokenizer, encode_all
+from jaxdist.huggingface.given_tokenizer import encode_all
 from jaxdist.huggingface.special_tokens import ENDS
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -37,27 +37,14 @@ SAMPLE_BYTES = 4 << 20
 SAMPLE_BYTES_PER_ENTRY = 1 << 10
 """Bytes of that text per entry of the vocabulary, which is more above 4096 entries."""
 
-PARTS = ("train.bin", "validation.bin")
-"""The token files in a folder of the cache."""
+PIECES = "pieces"
+"""The folder of what is written of pieces, in one that is being filled."""
 
 TOKENIZER = "tokenizer.json"
 """The tokenizer's file in a folder of the cache."""
 
 ENCODE_CHARACTERS = 1 << 20
-"""Characters that are encoded at a time, by all cores."""
-
-SAVE_SECONDS = 20.0
-"""Seconds between saves of the progress: the most work that a kill can lose."""
-
-
-class Written(NamedTuple):
-    """What the token files of a folder hold; the facts of the cache."""
-
-    documents: int
-    own: int
-    """Documents that begin with BOS, or end with EOS, as text: it stands there once."""
-    ended: int
-    """Documents that end: fewer than `documents`, if these are blocks of a text."""
+"""Characters that are encoded at a time."""
 
 
 def train_tokenizer(documents: Split, size: int, vocab: int) -> str:
@@ -93,82 +80,150 @@ def _sample(documents: Split, wanted: int, size: int) -> Iterator[str]:
         left -= len(text)
 
 
-def resume_point(folder: Path) -> dict[str, Any] | None:
-    """Restore what a killed process has left in `folder`, and return its progress.
+class Part(NamedTuple):
+    """What is written of a piece, or of a part of it."""
 
-    The progress holds `Written`, and the size and checksum of each of the `files` at that moment, to which they are
-    truncated. If anything is not as it was written, removes all the files and returns None.
-    """
-    try:
-        progress = read_json(folder / PROGRESS, links=False)
-        for name in Written._fields:
-            if not isinstance(progress[name], int) or progress[name] < 0:
-                raise ValueError(f"no number: {name}")
-        if set(progress["files"]) != {*PARTS, TOKENIZER}:
-            raise ValueError("other files")
-        for name, written in progress["files"].items():
-            with open_no_follow(folder / name, "r+") as file:
-                os.ftruncate(file.fileno(), written[0])
-            if list(checksum(folder / name)) != written:
-                raise ValueError(f"{name} differs")
-        return progress
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        # The folder may hold anything: whatever is wrong with it, the work starts over.
-        for name in (PROGRESS, *PARTS, TOKENIZER):
-            (folder / name).unlink(missing_ok=True)
-        return None
+    documents: int
+    own: int
+    """Documents that begin with BOS, or end with EOS, as text: it stands there once."""
+    ended: int
+    """Documents that end: fewer than `documents`, if these are blocks of a text."""
+    bytes: int
+    """Bytes of text that predicted tokens stand for, if `Plan.counted`."""
+    first: int
+    """How many of these bytes do not count if its first document is the first one of all."""
+    last: bool
+    """Whether the piece ends here."""
+    files: dict[str, Checksum]
+    """Of its files, by their names."""
+    shards: dict[str, Checksum] | None = None
+    """Of the files that its tokens have been put into (`data.shards`); `files` are gone then."""
 
+    @classmethod
+    def read(cls, folder: Path, piece: int, part: int) -> Part | None:
+        """Return a part, or None if it does not exist."""
+        try:
+            found = cls(**read_json(folder / PIECES / f"{part_name(piece, part)}.json", links=False))
+            numbers = (found.documents, found.own, found.ended, found.bytes, found.first)
+            files = {**found.files, **(found.shards or {})}
+            if any(type(number) is not int for number in (*numbers, *(size for size, _ in files.values()))):
+                raise ValueError("other values")
+        except WRONG_CONTENT:
+            # The folder may hold anything: whatever is wrong with it, the part is made again.
+            return None
+        return found
 
-def write_parts(
-    folder: Path,
-    used: GivenTokenizer,
-    documents: Split,
-    dtype: TokenType,
-    reading: Pass,
-    done: dict[str, Any] | None,
-    doubled: bool = False,
-) -> Written:
-    """Encode both parts as a stream, with one batch of documents in memory.
-
-    `done` is the progress of an earlier process, whose documents are in the files already. `reading` is the pass that
-    reads the documents. With `doubled`, a delimiter that a document has as text stands there twice, as it once did.
-    """
-    tokenizer = used.load()
-    special = used.special
-    before = done["documents"] if done else 0
-    own = done["own"] if done else 0
-    ended = done["ended"] if done else 0
-    count = before
-    saved = time.monotonic()
-    tokenizer_checksum = list(checksum(folder / TOKENIZER))
-    reading.what = "skipping tokenized text" if before else "tokenizing"
-    remaining = itertools.islice(documents, before, None)
-    with TokenWriter(folder / PARTS[0], dtype) as train, TokenWriter(folder / PARTS[1], dtype) as validation:
-        for batch in _batches(remaining):
-            reading.what = "tokenizing"
-            encoded = encode_all(tokenizer, [document.text for _, document in batch])
-            for (held_out, document), found in zip(batch, encoded, strict=True):
-                ids = found.ids
-                own += special.has_own(ids, document.begins, document.ends)
-                ended += document.ends
-                ids = special.around(ids, document.begins, document.ends, doubled)
-                writer = validation if held_out else train
-                writer.write(np.array(ids, np.int64))
-            count += len(batch)
-            if time.monotonic() - saved >= SAVE_SECONDS:
-                files = {PARTS[0]: train.written(), PARTS[1]: validation.written(), TOKENIZER: tokenizer_checksum}
-                write_whole(folder / PROGRESS, json.dumps({**Written(count, own, ended)._asdict(), "files": files}))
-                saved = time.monotonic()
-    (folder / PROGRESS).unlink(missing_ok=True)
-    return Written(count, own, ended)
+    def write(self, folder: Path, piece: int, part: int) -> None:
+        """Say that a part exists. Raises `OSError`."""
+        path = folder / PIECES / f"{part_name(piece, part)}.json"
+        write_whole(path, json.dumps(self._asdict()), lasting=True)
 
 
-def _batches(documents: Split) -> Iterator[list[tuple[bool, Document]]]:
+def part_name(piece: int, part: int) -> str:
+    """Return what the names of the files of a part begin with."""
+    return f"{piece:06}-{part:06}"
+
+
+def parts_of(folder: Path, piece: int) -> list[Part]:
+    """Return the parts of a piece that exist, in order, up to the first that is missing."""
+    parts: list[Part] = []
+    while not parts or not parts[-1].last:
+        found = Part.read(folder, piece, len(parts))
+        if found is None:
+            break
+        parts.append(found)
+    return parts
+
+
+def is_written(folder: Path, piece: int) -> bool:
+    """Return whether all of a piece exists."""
+    parts = parts_of(folder, piece)
+    return bool(parts) and parts[-1].last
+
+
+class Encoder:
+    """Writes the pieces of a plan, with one batch of documents in memory."""
+
+    def __init__(self, folder: Path, plan: Plan, tokenizer: Tokenizer):
+        self._folder = folder
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._bytes: TextBytes | None = None
+        if plan.counted:
+            self._bytes = TextBytes(tokenizer, plan.special, plan.counted == "apart")
+
+    def write(self, piece: int, on_read: OnRead = unseen) -> None:
+        """Write what is missing of a piece. `on_read` is called with the numbers of bytes as they are read."""
+        parts = parts_of(self._folder, piece)
+        documents = self._plan.documents(piece, on_read)
+        for part in parts:
+            collections.deque(itertools.islice(documents, part.documents), maxlen=0)
+        number = len(parts)
+        ended = bool(parts) and parts[-1].last
+        while not ended:
+            part = self._write_part(part_name(piece, number), documents)
+            part.write(self._folder, piece, number)
+            number += 1
+            ended = part.last
+
+    def _write_part(self, name: str, documents: Iterator[Document]) -> Part:
+        """Write the next documents up to the size of a part, or to the end."""
+        folder = self._folder / PIECES
+        limit = PARTS_PER_PIECE * self._plan.size
+        counts = collections.Counter[str]()
+        lengths = array.array("I")
+        last = True
+        with (
+            replacing(folder / f"{name}.tokens", lasting=True) as temporary,
+            TokenWriter(temporary, self._plan.dtype) as tokens,
+        ):
+            for batch in _batches(documents):
+                encoded = encode_all(self._tokenizer, [document.text for document in batch])
+                for document, found in zip(batch, encoded, strict=True):
+                    self._count(document, found.ids, counts)
+                    ids = self._plan.special.around(found.ids, document.begins, document.ends, self._plan.doubled)
+                    tokens.write(np.array(ids, np.int64))
+                    lengths.append(len(ids))
+                if counts["characters"] >= limit:
+                    last = False
+                    break
+            written = tokens.written()
+        with (
+            replacing(folder / f"{name}.lengths", lasting=True) as temporary,
+            TokenWriter(temporary, "uint32") as writer,
+        ):
+            writer.write(np.asarray(lengths, np.int64))
+            written_lengths = writer.written()
+        files = {f"{name}.tokens": written, f"{name}.lengths": written_lengths}
+        return Part(
+            documents=counts["documents"],
+            own=counts["own"],
+            ended=counts["ended"],
+            bytes=counts["bytes"],
+            first=counts["first"],
+            last=last,
+            files=files,
+        )
+
+    def _count(self, document: Document, ids: Sequence[int], counts: collections.Counter[str]) -> None:
+        """Add what is told of a document."""
+        if self._bytes:
+            size = self._bytes.of(document, first=False)
+            if counts["documents"] == 0:
+                counts["first"] = size - self._bytes.of(document, first=True)
+            counts["bytes"] += size
+        counts["documents"] += 1
+        counts["characters"] += len(document.text)
+        counts["own"] += self._plan.special.has_own(ids, document.begins, document.ends)
+        counts["ended"] += document.ends
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     """Group documents into batches of about `ENCODE_CHARACTERS` characters."""
-    batch = []
+    batch: list[Document] = []
     size = 0
-    for held_out, document in documents:
-        batch.append((held_out, document))
+    for document in documents:
+        batch.append(document)
         size += len(document.text)
         if size >= ENCODE_CHARACTERS:
             yield batch

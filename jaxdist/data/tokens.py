@@ -14,7 +14,6 @@ import xxhash
 from jaxtyping import Int, Integer
 
 from jaxdist.data.number_file import JoinedNumbers, NumberFile
-from jaxdist.files import blocks, open_regular
 
 TokenType = Literal["uint16", "uint32"]
 """The dtype of the ids in a file, which is little-endian."""
@@ -132,17 +131,15 @@ class Tokens:
 
 
 class TokenWriter:
-    """Append token ids to a new file or to one that was begun. A context manager; the file is complete at its exit."""
+    """Write token ids to a new file. A context manager; the file is complete at its exit."""
 
     def __init__(self, path: Path, dtype: TokenType):
         self.dtype = dtype
         self.size = 0
         self._digest = xxhash.xxh3_64()
-        if path.exists():
-            self._count_existing(path)
         # Never through a symbolic link, which somebody else may have planted in a shared cache.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-        self._file = os.fdopen(os.open(path, flags, 0o666), "ab")
+        flags = os.O_WRONLY | os.O_TRUNC | os.O_CREAT | os.O_NOFOLLOW
+        self._file = os.fdopen(os.open(path, flags, 0o666), "wb")
 
     def write(self, ids: Int[np.ndarray, " n"]) -> None:
         """Append `ids`, which must fit the dtype of the file."""
@@ -155,13 +152,6 @@ class TokenWriter:
         """Return the size in bytes and the XXH3 of everything so far, after handing it to the operating system."""
         self._file.flush()
         return self.size, self._digest.hexdigest()
-
-    def _count_existing(self, path: Path) -> None:
-        """Include what was written earlier in the size and the checksum."""
-        with open_regular(path) as file:
-            for block in blocks(file):
-                self.size += len(block)
-                self._digest.update(block)
 
     def __enter__(self) -> TokenWriter:
         return self

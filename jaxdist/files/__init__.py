@@ -40,20 +40,31 @@ LARGEST_TOML = 1 << 20
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, lasting: bool = False) -> Iterator[Path]:
     """Yield a temporary file beside `path` that replaces `path` at the end, or is removed after an error.
 
-    The temporary file exists already, empty, with the permissions that the umask gives. Raises `OSError`.
+    The temporary file exists already, empty, with the permissions that the umask gives. With `lasting` its content is
+    on disk before it has the name, also after a power failure. Raises `OSError`.
     """
     temporary = _beside(path)
     # O_EXCL refuses any name that exists, so no link can have been planted there.
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         yield temporary
+        if lasting:
+            _sync(temporary)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _beside(path: Path) -> Path:
@@ -61,15 +72,21 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes, lasting: bool = False) -> None:
     """Replace the file at `path` atomically by one with this content; text is UTF-8. Raises `OSError`.
 
-    Whoever reads meanwhile finds the old content or the new, never a part of one.
+    Whoever reads meanwhile finds the old content or the new, never a part of one. `lasting` is that of `replacing`.
     """
     if isinstance(content, str):
         content = content.encode("utf-8")
-    with replacing(path) as temporary:
+    with replacing(path, lasting) as temporary:
         temporary.write_bytes(content)
+
+
+def sweep_temporaries(folder: Path) -> None:
+    """Remove the temporary files that killed processes have left in a folder. Raises `OSError`."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
 
 
 def open_no_follow(path: Path, mode: str) -> IO[str]:

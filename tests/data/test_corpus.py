@@ -177,7 +177,7 @@ def test_a_second_opening_reads_the_cache(write, monkeypatch):
     path = write("a.txt", POEM)
     first = open_(path=path)
     monkeypatch.setattr(streams, "train_tokenizer", None)
-    monkeypatch.setattr(token_store, "write_parts", None)
+    monkeypatch.setattr(token_store, "write_pieces", None)
     assert open_(path=path) == first
     moved = path.rename(path.with_name("b.txt"))
     assert open_(path=moved).fingerprint == first.fingerprint
@@ -223,14 +223,14 @@ def test_files_of_the_cache_that_were_cut_are_made_again(write, cache):
 
 def test_whoever_comes_second_uses_what_is_there(write, cache, monkeypatch):
     path = write("a.txt", POEM)
-    write_parts, first = token_store.write_parts, []
+    write_pieces, first = token_store.write_pieces, []
 
     def overtaken(*arguments):
-        monkeypatch.setattr(token_store, "write_parts", write_parts)
+        monkeypatch.setattr(token_store, "write_pieces", write_pieces)
         first.append(open_(path=path))
-        return write_parts(*arguments)
+        return write_pieces(*arguments)
 
-    monkeypatch.setattr(token_store, "write_parts", overtaken)
+    monkeypatch.setattr(token_store, "write_pieces", overtaken)
     assert open_(path=path) == first[0]
     assert len(list(cache.iterdir())) == 1
 
@@ -268,13 +268,13 @@ def test_processes_that_race_or_die_leave_a_whole_cache(write, cache):
 
 def test_a_file_that_changes_while_it_is_read_is_not_cached(write, cache, monkeypatch):
     path = write("a.txt", POEM)
-    write_parts = token_store.write_parts
+    write_pieces = token_store.write_pieces
 
     def growing(*arguments):
         path.write_text(POEM + "more")
-        return write_parts(*arguments)
+        return write_pieces(*arguments)
 
-    monkeypatch.setattr(token_store, "write_parts", growing)
+    monkeypatch.setattr(token_store, "write_pieces", growing)
     with pytest.raises(RequestError, match="changed while it was read"):
         open_(path=path)
     assert list(cache.iterdir()) == []

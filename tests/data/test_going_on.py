@@ -8,58 +8,96 @@ import sys
 
 import pytest
 
-from jaxdist.data import tokenizing
-from jaxdist.data.token_cache import PROGRESS, WRITER, open_cache
-from jaxdist.data.tokens import TokenWriter
+from jaxdist.data import pieces, token_store
+from jaxdist.data.pieces import PLAN, Plan
+from jaxdist.data.token_cache import WRITER, open_cache
+from jaxdist.data.tokenizing import PIECES, TOKENIZER, Encoder, part_name
 from tests.data.files import VOCAB, S, lines, open_
+
+PIECE = 3000
+TEXT = lines(*(f"text {i} of " + "abc " * (i % 40) for i in range(400)))
 
 KILLED = f"""
 import os, signal, sys
 from jaxdist.config import DataConfig
-from jaxdist.data import tokenizing
+from jaxdist import files
+from jaxdist.data import pieces, token_store
 from jaxdist.data.corpus import open_corpus
-tokenizing.SAVE_SECONDS, tokenizing.ENCODE_CHARACTERS = 0.0, 1000
+pieces.PIECE, token_store.core_count = {PIECE}, lambda: int(sys.argv[2])
+files._sync = lambda path: None
 
 def die(what, done, total):
-    if what == "tokenizing" and done > 0.6 * total:
+    if what == "tokenizing" and done > float(sys.argv[3]) * total:
         os.kill(os.getpid(), signal.SIGKILL)
 
 open_corpus(DataConfig(path=sys.argv[1], validation_fraction=0.25), {VOCAB}, {S}, progress=die)
 """
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE", PIECE)
+    monkeypatch.setattr(token_store, "core_count", lambda: 1)
+
+
+def kill(path, workers, share):
+    """Tokenize, until a kill comes when that share is done."""
+    command = [sys.executable, "-c", KILLED, str(path), str(workers), str(share)]
+    done = subprocess.run(command, check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+
+
+def straight(path, monkeypatch, cache):
+    """Return the files of one who was not killed."""
+    monkeypatch.setenv("JAXDIST_CACHE", str(cache / "straight"))
+    folder = open_(path=path, validation_fraction=0.25).train.tokens.path.parent
+    monkeypatch.setenv("JAXDIST_CACHE", str(cache))
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
 @pytest.fixture
 def killed(write, cache, tmp_path, monkeypatch):
     """A text whose tokenizing was killed; what is left in the cache; and the files of one who was not killed."""
-    path = write("a.jsonl", lines(*(f"text {i} of " + "abc " * (i % 40) for i in range(400))))
-    straight = open_(path=path, validation_fraction=0.25)
-    files = {file.name: file.read_bytes() for file in straight.train.tokens.path.parent.iterdir()}
-    own = tmp_path / "own"
-    monkeypatch.setenv("JAXDIST_CACHE", str(own))
-    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False, timeout=120)
-    assert done.returncode == -signal.SIGKILL
-    (left,) = own.iterdir()
+    path = write("a.jsonl", TEXT)
+    files = straight(path, monkeypatch, tmp_path / "own")
+    monkeypatch.setenv("JAXDIST_CACHE", str(cache))
+    kill(path, workers=1, share=0.6)
+    (left,) = cache.iterdir()
     return path, left, files
 
 
 def again(path, monkeypatch):
-    """Files, and for how many documents tokens were written."""
-    written, seen = TokenWriter.write, []
-    monkeypatch.setattr(TokenWriter, "write", lambda writer, ids: (seen.append(1), written(writer, ids)))
+    """Files, and the pieces that were written."""
+    write, seen = Encoder.write, []
+    monkeypatch.setattr(
+        Encoder, "write", lambda encoder, piece, *more: (seen.append(piece), write(encoder, piece, *more))
+    )
     corpus = open_(path=path, validation_fraction=0.25)
     folder = corpus.train.tokens.path.parent
     assert [one.name for one in folder.parent.iterdir()] == [folder.name]  # nothing else is left
-    return {file.name: file.read_bytes() for file in folder.iterdir()}, len(seen)
+    return {file.name: file.read_bytes() for file in folder.iterdir()}, seen
 
 
 def test_what_was_tokenized_survives_a_kill(killed, monkeypatch):
     path, left, straight = killed
-    assert {file.name for file in left.iterdir()} == {*tokenizing.PARTS, tokenizing.TOKENIZER, PROGRESS, WRITER}
-    done = json.loads((left / PROGRESS).read_text())["documents"]
-    assert 200 < done < 300
+    count = len(Plan.read(left).pieces)
+    assert {file.name for file in left.iterdir()} > {PIECES, TOKENIZER, PLAN, WRITER, "train-000003.bin"}
     files, encoded = again(path, monkeypatch)
     assert files == straight
-    assert encoded == 400 - done
+    assert encoded == list(range(encoded[0], count))
+    assert 0.5 * count < encoded[0] < 0.7 * count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_three_kills_of_any_number_of_processes_leave_the_same_bytes(write, cache, tmp_path, monkeypatch, workers):
+    path = write("a.jsonl", TEXT)
+    files = straight(path, monkeypatch, tmp_path / "own")
+    monkeypatch.setenv("JAXDIST_CACHE", str(cache))
+    for share in (0.1, 0.4, 0.7):
+        kill(path, workers, share)
+    monkeypatch.setattr(token_store, "core_count", lambda: workers)
+    assert again(path, monkeypatch)[0] == files
 
 
 def flip(path):
@@ -68,32 +106,55 @@ def flip(path):
     path.write_bytes(content)
 
 
-def link_outside(left):
-    outside = left.parent.parent / "outside"
+def link_outside(path):
+    outside = path.parents[3] / "outside"
     outside.write_bytes(b"kept" * 100_000)
-    (left / "train.bin").unlink()
-    (left / "train.bin").symlink_to(outside)
+    path.unlink()
+    path.symlink_to(outside)
+
+
+def without_its_shard(left):
+    """As one that was killed before its tokens were put into shards."""
+    path = left / PIECES / f"{part_name(3, 0)}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"shards": None}))
 
 
 DAMAGES = {
-    "a flipped bit": lambda left: flip(left / "train.bin"),
-    "a part cut off": lambda left: os.truncate(left / "validation.bin", 10),
-    "a part missing": lambda left: (left / "validation.bin").unlink(),
-    "a part is a link": link_outside,
-    "another tokenizer": lambda left: flip(left / "tokenizer.json"),
-    "progress torn": lambda left: (left / PROGRESS).write_text('{"documents": '),
-    "progress deep": lambda left: (left / PROGRESS).write_text("[" * 100_000),
-    "progress of odd types": lambda left: (left / PROGRESS).write_text('{"documents": -1, "files": []}'),
+    "a flipped bit": (lambda left: flip(left / "train-000003.bin"), [3]),
+    "a part cut off": (lambda left: os.truncate(left / "validation-000003.bin", 10), [3]),
+    "a shard missing": (lambda left: (left / "validation-000003.bin").unlink(), [3]),
+    "a shard is a link": (lambda left: link_outside(left / "train-000003.bin"), [3]),
+    "tokens missing": (without_its_shard, [3]),
+    "a part torn": (lambda left: (left / PIECES / f"{part_name(3, 0)}.json").write_text('{"documents": '), [3]),
+    "a part of odd types": (lambda left: (left / PIECES / f"{part_name(3, 0)}.json").write_text('{"files": []}'), [3]),
+    "another tokenizer": (lambda left: flip(left / TOKENIZER), None),
+    "plan torn": (lambda left: (left / PLAN).write_text('{"files": '), None),
+    "plan deep": (lambda left: (left / PLAN).write_text("[" * 100_000), None),
+    "plan of odd types": (lambda left: (left / PLAN).write_text('{"files": -1, "kinds": []}'), None),
+    "plan of an earlier version": (lambda left: (left / PLAN).write_text('{"documents": 9, "files": {}}'), None),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-def test_what_is_not_as_it_was_written_is_tokenized_again(killed, monkeypatch, damage):
+@pytest.mark.parametrize(("damage", "lost"), DAMAGES.values(), ids=list(DAMAGES))
+def test_what_is_not_as_it_was_written_is_tokenized_again(killed, monkeypatch, damage, lost):
     path, left, straight = killed
+    count = len(Plan.read(left).pieces)
     damage(left)
-    assert again(path, monkeypatch) == (straight, 400)
+    files, encoded = again(path, monkeypatch)
+    assert files == straight
+    if lost is None:
+        assert encoded == list(range(count))
+    else:
+        assert encoded == [*lost, *range(encoded[len(lost)], count)]
     outside = left.parent.parent / "outside"
     assert not outside.exists() or outside.read_bytes() == b"kept" * 100_000
+
+
+def test_temporary_files_of_the_dead_are_removed(killed, monkeypatch):
+    path, left, straight = killed
+    for folder in (left, left / PIECES):
+        (folder / ".train-000009.bin.0123456789abcdef.tmp").write_bytes(b"half")
+    assert again(path, monkeypatch)[0] == straight
 
 
 def test_another_text_leaves_alone_what_can_be_gone_on_with(killed, monkeypatch):
@@ -105,8 +166,7 @@ def test_another_text_leaves_alone_what_can_be_gone_on_with(killed, monkeypatch)
 
 
 def test_ctrl_c_is_no_worse_than_a_kill(write, cache, monkeypatch):
-    monkeypatch.setattr(tokenizing, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(tokenizing, "ENCODE_CHARACTERS", 100)
+    monkeypatch.setattr(pieces, "PIECE", 100)
     path = write("a.jsonl", lines(*(f"text {i}" for i in range(400))))
 
     def interrupt(what, done, total):
@@ -116,7 +176,7 @@ def test_ctrl_c_is_no_worse_than_a_kill(write, cache, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         open_(path=path, progress=interrupt)
     (left,) = cache.iterdir()
-    assert json.loads((left / PROGRESS).read_text())["documents"] > 100
+    assert len(list((left / PIECES).glob("*.json"))) > 30
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])

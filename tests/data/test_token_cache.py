@@ -295,14 +295,13 @@ def test_what_is_whole_is_opened_where_nothing_can_be_written(made, monkeypatch)
 
 
 def test_a_text_that_vanishes_is_no_fault_of_the_cache(write, cache, monkeypatch):
-    path, write_parts = write("a.txt", POEM), token_store.write_parts
+    path, write_pieces = write("a.txt", POEM), token_store.write_pieces
 
     def vanishing(*arguments):
-        count = write_parts(*arguments)
+        write_pieces(*arguments)
         path.unlink()
-        return count
 
-    monkeypatch.setattr(token_store, "write_parts", vanishing)
+    monkeypatch.setattr(token_store, "write_pieces", vanishing)
     with pytest.raises(RequestError, match=r"a.txt' cannot be read \(No such file"):
         open_(path=path)
     assert os.listdir(cache) == []

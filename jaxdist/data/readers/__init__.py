@@ -10,8 +10,9 @@ from jaxdist.data.readers.llm_c import LLM_C
 from jaxdist.data.readers.megatron import MEGATRON
 from jaxdist.data.readers.parquet import PARQUET
 from jaxdist.data.readers.plain_text import PLAIN_TEXT
+from jaxdist.data.readers.python_library import PYTHON_LIBRARY
 from jaxdist.data.readers.raw_tokens import RAW_TOKENS
-from jaxdist.data.readers.reader import Reader, TokenReader, reading
+from jaxdist.data.readers.reader import Reader, TextReader, TokenReader, reading
 
 READERS: tuple[Reader, ...] = (
     PARQUET,
@@ -29,6 +30,12 @@ def reader_of(path: Path) -> Reader:
     """Return the reader of a file."""
     with reading(path):
         return next(reader for reader in READERS if reader.takes(path))
+
+
+def reader_by_key(key: str) -> TextReader:
+    """Return the reader of texts that has this key. Raises `KeyError`."""
+    found = {reader.key: reader for reader in (*READERS, PYTHON_LIBRARY) if isinstance(reader, TextReader)}
+    return found[key]
 
 
 def reader_before(path: Path) -> Reader | None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxdist.config import RequestError
 from jaxdist.config.text_template import TextTemplate, parse
@@ -42,12 +42,29 @@ def _number(digits: str) -> int | float:
 LINE = json.JSONDecoder(parse_int=_number)
 
 
+class LineOf(NamedTuple):
+    """A line of a file, as messages name it."""
+
+    opened: OpenFile
+    number: int
+    """From 1, of those from `opened.start` on."""
+
+    def __str__(self) -> str:
+        """Return the number of the line in the file, which is counted only now, and the file."""
+        before = 0
+        if self.opened.start:
+            with self.opened.path.open("rb") as file:
+                before = _line_ends(file, self.opened.start)
+        return f"line {before + self.number} of '{self.opened.path}'"
+
+
 def json_lines(opened: OpenFile) -> Iterator[Document]:
     """Yield a document per line, skipping blank lines and empty texts. Needs the memory of the longest line."""
     template = parse(opened.text)
-    for number, line in lines_of(opened.file, opened.on_read):
+    size = None if opened.stop is None else opened.stop - opened.start
+    for number, line in lines_of(opened.file, opened.on_read, size):
         try:
-            text = _text_of_line(line, f"line {number} of '{opened.path}'", template)
+            text = _text_of_line(line, LineOf(opened, number), template)
         except RequestError as error:
             opened.bad(error)
             continue
@@ -57,16 +74,47 @@ def json_lines(opened: OpenFile) -> Iterator[Document]:
             opened.on_empty()
 
 
-def lines_of(file: BufferedReader, on_read: OnRead = unseen) -> Iterator[tuple[int, bytes]]:
-    """Yield the number, from 1, and the content of each line that is not blank."""
+def lines_of(file: BufferedReader, on_read: OnRead = unseen, size: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield the number, from 1, and the content of each line that is not blank and begins in the next `size` bytes."""
+    place = 0
     for number, line in enumerate(file, start=1):
+        if size is not None and place >= size:
+            return
+        place += len(line)
         on_read(len(line))
         line = line.removeprefix(MARK)
         if line.strip():
             yield number, line
 
 
-def value_of(line: bytes, where: str, remedy: str) -> Any:
+def places(opened: OpenFile, step: int) -> Iterator[int]:
+    """Yield where the first line begins at or after each `step` bytes."""
+    file = opened.file
+    due = step
+    while True:
+        # A line begins after a line break, which may be the byte before.
+        file.seek(due - 1)
+        line = file.readline()
+        place = due - 1 + len(line)
+        if not file.peek(1):
+            return
+        yield place
+        due = (place // step + 1) * step
+
+
+def _line_ends(file: BufferedReader, size: int) -> int:
+    """Return how many lines end in the next `size` bytes."""
+    count = 0
+    while size > 0:
+        block = file.read(min(size, LONGEST_FIRST))
+        if not block:
+            break
+        count += block.count(b"\n")
+        size -= len(block)
+    return count
+
+
+def value_of(line: bytes, where: LineOf | str, remedy: str) -> Any:
     """Return the value of a JSON line. Raises `RequestError` if it has none; `where` names the line."""
     try:
         return LINE.decode(line.decode("utf-8"))
@@ -78,7 +126,7 @@ def value_of(line: bytes, where: str, remedy: str) -> Any:
         raise RequestError(f"{where} is not JSON (its values are nested too deeply); {remedy}") from error
 
 
-def _text_of_line(line: bytes, where: str, template: TextTemplate) -> str:
+def _text_of_line(line: bytes, where: LineOf | str, template: TextTemplate) -> str:
     """Return the text of a JSON line. Raises `RequestError` if there is none."""
     row = value_of(line, where, TEXT_ROW)
     if not isinstance(row, dict):
@@ -86,7 +134,7 @@ def _text_of_line(line: bytes, where: str, template: TextTemplate) -> str:
     return template.filled([_string(row, key, where) for key in template.keys])
 
 
-def _string(row: dict[str, Any], key: str, where: str) -> str:
+def _string(row: dict[str, Any], key: str, where: LineOf | str) -> str:
     """Return the string at a key of a row, or at a key inside others."""
     value: Any = row
     # A key may have dots in it.
@@ -129,4 +177,4 @@ def _holds_lines(path: Path) -> bool:
     return True
 
 
-JSON_LINES = TextReader(key="jsonl", name="JSON lines", takes=_takes, documents=json_lines, keyed=True)
+JSON_LINES = TextReader(key="jsonl", name="JSON lines", takes=_takes, documents=json_lines, places=places, keyed=True)

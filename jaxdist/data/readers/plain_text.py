@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 
 from jaxdist.config import RequestError
@@ -12,16 +13,11 @@ from jaxdist.data.readers.reader import Document, OpenFile, TextReader
 def blocks(opened: OpenFile) -> Iterator[Document]:
     """Yield blocks of about `opened.block` bytes cut at line ends; a longer line is cut between two characters."""
     file, path, on_read, size = opened.file, opened.path, opened.on_read, opened.block
-    place = 0
+    place = opened.start
     block = file.read(size)
-    while block:
-        if not block.endswith(b"\n"):
-            block += file.readline(size)
+    while block and (opened.stop is None or place < opened.stop):
+        block += _rest(file, block[-1:], len(block), size)
         following = file.peek(1)[:1]
-        # Bytes 0x80 to 0xbf continue a UTF-8 character, so the block must not end before one.
-        while following and b"\x80" <= following <= b"\xbf" and len(block) < 2 * size + 4:
-            block += file.read(1)
-            following = file.peek(1)[:1]
         try:
             yield Document(block.decode("utf-8"), ends=not following, begins=place == 0)
         except UnicodeDecodeError as error:
@@ -32,6 +28,40 @@ def blocks(opened: OpenFile) -> Iterator[Document]:
         place += len(block)
         on_read(len(block))
         block = file.read(size)
+
+
+def _rest(file: BufferedReader, last: bytes, length: int, size: int) -> bytes:
+    """Read the rest of a block of about `size` bytes, of which `length` bytes that end with `last` are read."""
+    rest = b""
+    if last != b"\n":
+        rest = file.readline(size)
+    following = file.peek(1)[:1]
+    # Bytes 0x80 to 0xbf continue a UTF-8 character, so the block must not end before one.
+    while following and b"\x80" <= following <= b"\xbf" and length + len(rest) < 2 * size + 4:
+        rest += file.read(1)
+        following = file.peek(1)[:1]
+    return rest
+
+
+def places(opened: OpenFile, step: int) -> Iterator[int]:
+    """Yield the first place after each `step` bytes at which a block begins.
+
+    Where a block begins depends on all blocks before it, so the end of each one is looked at.
+    """
+    file, size = opened.file, opened.block
+    place = 0
+    due = step
+    while True:
+        file.seek(place + size - 1)
+        last = file.read(1)
+        if not last:
+            return
+        place += size + len(_rest(file, last, size, size))
+        if not file.peek(1):
+            return
+        if place >= due:
+            yield place
+            due = (place // step + 1) * step
 
 
 def _describe(root: Path, documents: int) -> str:
@@ -45,4 +75,4 @@ def _any(path: Path) -> bool:
     return True
 
 
-PLAIN_TEXT = TextReader(key="text", name="plain text", takes=_any, documents=blocks, describe=_describe)
+PLAIN_TEXT = TextReader(key="text", name="plain text", takes=_any, documents=blocks, places=places, describe=_describe)

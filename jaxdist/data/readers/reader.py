@@ -52,7 +52,7 @@ def refuse(error: RequestError) -> None:
 
 
 class OpenFile(NamedTuple):
-    """A file that is open at its start, and how to read it."""
+    """A file that is open at `start`, and how to read it."""
 
     file: BufferedReader
     path: Path
@@ -66,6 +66,10 @@ class OpenFile(NamedTuple):
     """Is called for each text that is empty, which is no document."""
     bad: Callable[[RequestError], None] = refuse
     """Is called with what is wrong with a row, by readers of rows, and raises it unless the row is to be skipped."""
+    start: int = 0
+    """The place in the file from which on its documents are wanted: 0, or one of the `places` of its reader."""
+    stop: int | None = None
+    """The place before which these documents begin: another one of them; None for the end of the file."""
 
 
 NAMED = 5
@@ -108,7 +112,18 @@ class TextReader(Reader):
     """A form of files that hold text."""
 
     documents: Callable[[OpenFile], Iterator[Document]]
-    """Yields the documents of a file in little memory. Raises `RequestError` with the line or the byte of an error."""
+    """Yields the documents of a file in little memory. Raises `RequestError` with the line or the byte of an error.
+
+    A reader without `places` need not look at `OpenFile.start` and `OpenFile.stop`.
+    """
+    places: Callable[[OpenFile, int], Iterator[int]] | None = None
+    """Yields places of a file at which it may be divided, so that several processes read it: in order, the first one
+    at or after each multiple of a number of bytes, but 0.
+
+    They depend on nothing but the content of the file and the number. `documents` must yield the same documents
+    whether it reads the file at once or from place to place: lines, or groups of rows by where they lie in the file.
+    None: a file of this form is read by one process, as each compressed one is.
+    """
     describe: Callable[[Path, int], str] = count_documents
     """Returns what the summary calls the data, from their path and the number of their documents."""
     keyed: bool = False
