@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.scoring import log_probabilities
 from jaxdist.training.task_text import TextTask
+from jaxdist.training.validation import OF_SOURCE, losses_of_sources
 from jaxdist.weights.inheriting import check_tokenizer
 from jaxdist.weights.source import stored_at
 
@@ -53,25 +53,34 @@ def on_held_out(trained: Trained, job: Job, stride: int | None = None) -> Judgem
             metrics = run.validate(trained.params, trained.variables, 0, partial(job.note, VALIDATING))
         else:
             assert isinstance(run.task, TextTask)
-            parts = run.task.whole_held_out()
-            batches = itertools.chain.from_iterable(run.task.batches_of(part, stride) for part in parts)
-            metrics = run.measure(trained.params, trained.variables, batches, partial(job.note, VALIDATING))
+            parts = run.task.rolling_parts(stride)
+            metrics = run.measure_parts(trained.params, trained.variables, parts, partial(job.note, VALIDATING))
     assert metrics is not None
     for name, value in metrics.items():
         _check_finite(trained, f"the {name} on the held-out part", value)
     baseline = run.task.baseline()
     units = f"{run.task.unit}s"
     windows = _windows(run, stride)
+    sources = losses_of_sources(metrics)
+    metrics = {name: value for name, value in metrics.items() if not name.startswith(OF_SOURCE)}
     others = {name: value for name, value in metrics.items() if name not in ("loss", "batches", units)}
     percentages = "".join(f"  {name} {value:.2%}" for name, value in others.items())
     line = (
         f"{_weights_of(trained)}  validation loss {metrics['loss']:.4f} nats per {run.task.unit} over "
         f"{rounded(metrics[units])} {units}{windows}{percentages}  ({run.task.baseline_name} {baseline:.4f})"
     )
-    figures = {"step": trained.step, **metrics, "baseline": baseline, "baseline_name": run.task.baseline_name}
+    figures: dict[str, Any] = {
+        "step": trained.step,
+        **metrics,
+        "baseline": baseline,
+        "baseline_name": run.task.baseline_name,
+    }
     if not run.config.model.images:
         figures["stride"] = stride or run.config.model.sequence
-    return Judgement([line], figures)
+    if sources:
+        figures["sources"] = sources
+    lines = [f"{name}  validation loss {loss:.4f} nats per {run.task.unit}" for name, loss in sources.items()]
+    return Judgement([*lines, line], figures)
 
 
 def on_files(trained: Trained, job: Job, stride: int | None = None) -> Judgement:

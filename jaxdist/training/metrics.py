@@ -16,9 +16,13 @@ from jaxdist.training.console import Screen
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import wandb_id
 from jaxdist.training.tensorboard import Board
+from jaxdist.training.validation import losses_of_sources
 
 Values = Mapping[str, float | int | None]
 """The figures of a step, or of a validation, by their names in metrics.jsonl."""
+
+LISTED = 8
+"""Sources whose losses the line of a validation has at most."""
 
 NOTABLE_WAIT = 0.01
 """Part of a step's time from which on the wait for data is printed."""
@@ -199,4 +203,9 @@ def _validation_line(values: Values) -> str:
         line += f" over {batches} {'batches' if batches > 1 else 'batch'}"
     if "validation_accuracy" in values:
         line += f"  accuracy {values['validation_accuracy']:.2%}"
+    losses = losses_of_sources(values, "validation_")
+    if losses:
+        named = [f"{name} {loss:.4f}" for name, loss in list(losses.items())[:LISTED]]
+        more = [f"{len(losses) - LISTED} more in metrics.jsonl"] if len(losses) > LISTED else []
+        line += f"  ({', '.join([*named, *more])})"
     return line

@@ -6,6 +6,10 @@ from pathlib import Path
 
 from jaxdist.output.pictures import BLUE, GREY, RED, blank, write_picture
 from jaxdist.training import history
+from jaxdist.training.validation import OF_SOURCE, losses_of_sources
+
+DRAWN = 8
+"""Sources of which the validation loss is drawn at most."""
 
 FEW = 20
 """Up to this number of points each is drawn as a dot."""
@@ -31,6 +35,12 @@ def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -
             # A line of one point would show nothing.
             style = "o-"
         axes.plot(*zip(*points, strict=True), style, color=colour, markersize=4, label=kind.replace("_", " "))
+    sources = dict.fromkeys(source for line in lines for source in losses_of_sources(line, "validation_"))
+    for source in list(sources)[:DRAWN]:
+        key = f"validation_{OF_SOURCE}{source}"
+        points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o:", linewidth=1, markersize=2, label=f"validation loss of {source}")
     axes.axhline(nats, color=GREY, linestyle="--", linewidth=1, label=f"{name} of the held-out part")
     axes.grid(alpha=0.3)
     axes.legend()

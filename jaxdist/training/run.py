@@ -37,6 +37,7 @@ from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Forward, Step
 from jaxdist.training.task_images import ImageTask
 from jaxdist.training.task_text import TextTask
+from jaxdist.training.validation import HeldOutPart, joined
 
 STEPS: dict[type[Crossing], type[Step]] = {Delayed: DelayedStep, Outer: LocalStep}
 """The steps of rules that do not add up a gradient at the end of the step that makes it."""
@@ -209,10 +210,29 @@ class Run:
     ) -> dict[str, float] | None:
         """Return the mean loss in nats, and further means by name, over the held-out part.
 
-        Only its first `batches` global batches are used, where that is not 0. The result also has the number of
-        `batches`, and of `tokens` or `images`. It is None if `enough()`, which is asked before each batch, is true.
+        Only about as many global batches are used, where `batches` is not 0 (`Task.validation_parts`). The result also
+        has the number of `batches`, and of `tokens` or `images`, and of several sources the loss of each. It is None if
+        `enough()`, which is asked before each batch, is true.
         """
-        return self.measure(params, variables, self.task.validation_batches(batches), enough)
+        return self.measure_parts(params, variables, self.task.validation_parts(batches), enough)
+
+    def measure_parts(
+        self,
+        params: Params,
+        variables: Params,
+        parts: Sequence[HeldOutPart],
+        enough: Callable[[], object] = lambda: False,
+    ) -> dict[str, float] | None:
+        """Return what `validate` does, over these parts."""
+        results = []
+        for part in parts:
+            found = self.measure(params, variables, part.batches, enough)
+            if found is None:
+                return None
+            if not part.name:
+                return found
+            results.append(found)
+        return joined(parts, results, f"{self.task.unit}s")
 
     def measure(
         self,
@@ -221,7 +241,7 @@ class Run:
         batches: Iterable[Batch],
         enough: Callable[[], object] = lambda: False,
     ) -> dict[str, float] | None:
-        """Return what `validate` does, over these batches."""
+        """Return what `validate` does, over batches of one source."""
         found = self.engine.measure(params, variables, batches, enough)
         if found is None:
             return None

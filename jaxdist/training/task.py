@@ -24,6 +24,7 @@ from jaxdist.mesh.split import Split
 from jaxdist.models import ModelT
 from jaxdist.sharding import Layout
 from jaxdist.training.forward.step import Forward
+from jaxdist.training.validation import HeldOutPart
 
 
 class Task(ABC, Generic[ModelT]):
@@ -112,15 +113,32 @@ class Task(ABC, Generic[ModelT]):
     def keep(self, path: Path) -> None:
         """Read other data with the run's tokenizer, at `path` (as data.tokenizer names it), where there is one."""
 
-    def validation_batches(self, limit: int) -> Iterator[Batch]:
-        """Yield every held-out row once, in batches as `evaluated` says.
+    def validation_parts(self, limit: int) -> list[HeldOutPart]:
+        """Return the held-out rows of each source, each row once, in batches as `evaluated` says.
 
-        Where `limit` is not 0, no more rows than in that many global batches.
+        Where `limit` is not 0, about as many rows as in that many global batches are shared among the sources by their
+        held-out rows; each has at least one batch.
         """
         rows, batch_layout = self.evaluated
         most = limit * self.split.micro_batches // batch_layout.accumulation
-        for numbers in held_out_rows(self.validation_rows, rows, most):
-            yield self.held_out(numbers, batch_layout)
+        parts = []
+        first = 0
+        for name, count in self.held_out_sources().items():
+            share = max(1, round(most * count / self.validation_rows)) if limit else 0
+            measured = min(count, share * rows) if limit else count
+            parts.append(HeldOutPart(name, count, measured, self._held_out_batches(first, count, share)))
+            first += count
+        return parts
+
+    def _held_out_batches(self, first: int, count: int, limit: int) -> Iterator[Batch]:
+        """Yield `count` held-out rows from `first` on; where `limit` is not 0, no more than that many batches."""
+        rows, batch_layout = self.evaluated
+        for numbers in held_out_rows(count, rows, limit):
+            yield self.held_out(np.where(numbers < 0, -1, numbers + first), batch_layout)
+
+    def held_out_sources(self) -> dict[str, int]:
+        """Return the number of held-out rows of each source, in their order; one without a name where there is one."""
+        return {"": self.validation_rows}
 
     @property
     def evaluated(self) -> tuple[int, BatchLayout]:

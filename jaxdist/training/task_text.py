@@ -26,6 +26,7 @@ from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.task import Task
+from jaxdist.training.validation import HeldOutPart
 
 
 class TextTask(Task[Model]):
@@ -119,6 +120,12 @@ class TextTask(Task[Model]):
         lines += [("", f"{self.data.sources[usage.name].source}: {usage}") for usage in usages]
         return lines + [("warning", warning) for usage in usages if (warning := usage.warning)]
 
+    def held_out_sources(self) -> dict[str, int]:
+        """Return the number of held-out rows of each source of a mixture, or of the one without a name."""
+        if not self.data.sources:
+            return super().held_out_sources()
+        return {name: corpus.validation.count for name, corpus in self.data.sources.items()}
+
     def baseline(self) -> float:
         """Return the unigram entropy: the nats per token of the best model of single tokens."""
         return self.data.validation.unigram_entropy()
@@ -143,9 +150,14 @@ class TextTask(Task[Model]):
         for numbers in held_out_rows(file.rows(self.units, stride), rows, 0):
             yield ordered_batch(numbers, abstract, self.layout, partial(file.read, self.units, stride))
 
-    def whole_held_out(self) -> list[HeldOut]:
-        """Return the held-out part of each source, whose first token nothing predicts."""
-        return [
-            HeldOut(tokens.path, tokens, before=None, bytes=None, fingerprint=self.fingerprint)
-            for tokens in self.data.validation.streams
-        ]
+    def rolling_parts(self, stride: int) -> list[HeldOutPart]:
+        """Return the held-out tokens of each source in rows that begin `stride` tokens apart.
+
+        Nothing predicts the first token of a source.
+        """
+        parts = []
+        for name, tokens in zip(self.held_out_sources(), self.data.validation.streams, strict=True):
+            whole = HeldOut(tokens.path, tokens, before=None, bytes=None, fingerprint=self.fingerprint)
+            count = whole.rows(self.units, stride)
+            parts.append(HeldOutPart(name, count, count, self.batches_of(whole, stride)))
+        return parts

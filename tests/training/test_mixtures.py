@@ -1,5 +1,7 @@
 """Runs on a mixture: the rows of each step, on any mesh."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +10,11 @@ from jaxdist.config import Config
 from jaxdist.data.mixture import Mixture, Phase
 from jaxdist.data.order import global_rows
 from jaxdist.data.tokens import TokenWriter
+from jaxdist.training import plots
+from jaxdist.training.engine import Means
+from jaxdist.training.metrics import _validation_line
 from jaxdist.training.run import Run
+from jaxdist.training.validation import losses_of_sources
 from tests.training.curves import close, lines
 
 BATCH = 8
@@ -96,3 +102,71 @@ def test_losses_are_those_of_one_device_on_another_mesh(run, sources):
         }.items()
     )
     close(lines(one), lines(other))
+
+
+class Told:
+    """Stands for the programs of a run: the loss of a batch is the number of its row, in its mean over real rows."""
+
+    def measure(self, params, variables, batches, enough):
+        found = []
+        for batch in batches:
+            if enough():
+                return None
+            found.append((np.asarray(batch["tokens"]), np.asarray(batch["labels"]) >= 0))
+        counts = sum(counted.sum() for _, counted in found)
+        loss = sum((tokens * counted).sum() for tokens, counted in found) / counts
+        return Means({"loss": float(loss)}, int(counts), len(found))
+
+
+def test_validation_gives_the_loss_of_each_source_and_of_all_tokens(sources, monkeypatch):
+    """Here the loss of a token is its id, so that the true means are known."""
+    run = run_on(mixture=table(sources, {"a": 1, "b": 1, "c": 1}), validation_fraction=0.2)
+    monkeypatch.setattr(type(run), "engine", Told())
+    whole = run.validate({}, {}, 0)
+    held_out = {name: corpus.validation for name, corpus in run.task.data.sources.items()}
+    ids = {name: rows.read(np.arange(rows.count))["tokens"] for name, rows in held_out.items()}
+    for name, tokens in ids.items():
+        assert whole[f"loss/{name}"] == pytest.approx(tokens.mean())
+    together = np.concatenate([tokens.ravel() for tokens in ids.values()])
+    assert (whole["loss"], whole["tokens"]) == (pytest.approx(together.mean()), together.size)
+
+    few = run.validate({}, {}, 3)
+    rows = {name: part.count for name, part in held_out.items()}
+    assert list(rows.values()) == [74, 22, 12]
+    assert few["batches"] == 2 + 1 + 1
+    assert few["loss/c"] == pytest.approx(ids["c"][:BATCH].mean())
+    weighed = sum(few[f"loss/{name}"] * count for name, count in rows.items()) / sum(rows.values())
+    assert few["loss"] == pytest.approx(weighed)
+    assert run.validate({}, {}, 0, enough=lambda: True) is None
+
+
+def test_validation_of_a_single_source_has_no_loss_by_name(sources, monkeypatch):
+    run = run_on(path=sources["a"])
+    monkeypatch.setattr(type(run), "engine", Told())
+    assert run.validate({}, {}, 0).keys() == {"loss", "batches", "tokens"}
+
+
+def test_a_rolling_loss_is_that_of_each_source_too(sources, monkeypatch):
+    run = run_on(mixture=table(sources, {"a": 1, "b": 1, "c": 1}), validation_fraction=0.2)
+    monkeypatch.setattr(type(run), "engine", Told())
+    found = run.measure_parts({}, {}, run.task.rolling_parts(4))
+    lengths = [corpus.validation.tokens.length for corpus in run.task.data.sources.values()]
+    assert found["tokens"] == sum(lengths) - len(lengths)  # nothing predicts the first one of a source
+    assert found.keys() == {"loss", "batches", "tokens", "loss/a", "loss/b", "loss/c"}
+
+
+def test_losses_of_sources_are_told_and_drawn(tmp_path, monkeypatch):
+    values = {"validation_loss": 2.5, "validation_batches": 3}
+    values |= {f"validation_loss/{name}": 2 + place / 10 for place, name in enumerate("abcdefghij")}
+    line = _validation_line({"step": 7, **values})
+    assert line.startswith("step 7  validation loss 2.5000 over 3 batches  (a 2.0000, b 2.1000, ")
+    assert line.endswith("h 2.7000, 2 more in metrics.jsonl)")
+    assert losses_of_sources({"validation_loss/a": None}, "validation_").keys() == {"a"}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **values}) + "\n" for step in (5, 9)))
+    drawn = []
+    monkeypatch.setattr(plots, "write_picture", lambda path, figure, dpi: drawn.append(figure.axes[0]))
+    plots.plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", 1.0, "unigram entropy", "token")
+    _, labels = drawn[0].get_legend_handles_labels()
+    of_sources = [f"validation loss of {name}" for name in "abcdefgh"]
+    assert labels == ["validation loss", *of_sources, "unigram entropy of the held-out part"]
+    assert drawn[0].lines[2].get_ydata().tolist() == [2.1, 2.1]
