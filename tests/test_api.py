@@ -232,6 +232,22 @@ def test_the_module_on_one_device_computes_what_an_evaluation_tells(trained):
     assert told == pytest.approx({"loss": float(loss), "accuracy": float(further["accuracy"])}, rel=1e-5)
 
 
+def test_a_module_is_gathered_to_the_host_and_is_on_none_of_the_devices(monkeypatch):
+    """Each shard is copied by itself; a leaf is whole on no device of the mesh, not even for a while."""
+    devices = jax.devices()[1:5]
+    on_mesh = made(Convolution, zero=3, devices=devices)
+    state = on_mesh.init(0)
+    monkeypatch.setattr(
+        on_mesh._engine, "whole", lambda a: pytest.fail(f"{a.shape} is whole on a device") if a.ndim else a
+    )
+    module = on_mesh.module(state)
+    assert {device for a in jax.tree.leaves(nnx.state(module)) for device in a.devices()} == {jax.devices()[0]}
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(state.params))
+    moved = jax.device_put(module, devices[0])
+    assert moved(jnp.ones((2, 8, 8, 1))).devices() == {devices[0]}
+
+
 def test_a_state_is_used_once_and_on_its_mesh():
     on_mesh, other = made(), made(mesh="2x1x1")
     state = on_mesh.init(0)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxdist.api.gathering import on_host
 from jaxdist.api.means import MeanCheck
 from jaxdist.api.request import (
     Batch,
@@ -264,14 +265,17 @@ class Parallel:
             return self._engine.step.resume(state)
 
     def module(self, state: TrainState) -> nnx.Module:
-        """Return the module with the trained parameters, on one device, in evaluation mode: to call or to export.
+        """Return the module with the trained parameters, in evaluation mode, on the host's CPU: to call or to export.
 
-        Raises `ValueError` if a later step has used the memory of `state` again.
+        Its arrays are gathered one after the other, so that a model which only fits sharded is never whole on a device.
+        `jax.device_put(module, device)` moves it to one. Raises `ValueError` if a later step has used the memory of
+        `state` again.
         """
         self._check_state(state)
         with jax.set_mesh(self.mesh):
             state = self._engine.step.logical(state)
-        params, variables = jax.tree.map(self._engine.whole, (self._engine.step.whole(state), state.variables))
+            arrays = (self._engine.step.whole(state), state.variables)
+            params, variables = jax.tree.map(partial(on_host, self._engine), arrays)
         return self.model.merge(params, variables, train=False)
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
