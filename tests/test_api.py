@@ -91,6 +91,10 @@ REQUESTS = [
     (dict(loss=None), r"loss_fn is None, which cannot be called"),
     (dict(loss=lambda module: 0.0), r"loss_fn takes \(module\), but is called as loss_fn\(module, batch\)"),
     (dict(optimizer=nnx.Optimizer), r"give an optax.GradientTransformation .* not an nnx.Optimizer"),
+    (
+        dict(optimizer=nnx.Optimizer(MLP(nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)),
+        r"is an nnx.Optimizer, which .*; give .* that it was made of, optimizer.tx",
+    ),
     (dict(optimizer=update(half)), r"updates head.bias bfloat16\[8\] of what was float32\[8\]; keep shape and dtype"),
     (dict(optimizer=update(cut)), r"updates head.bias float32\[1\] of what was float32\[8\]"),
     (dict(optimizer=update(cut), zero=3), r"updates head.bias float32\[1\] of what was float32\[8\]"),
@@ -174,7 +178,7 @@ def _reshape(module):
 
 
 def _add(module):
-    module.seen = nnx.Intermediate(jnp.zeros(()))
+    module.seen = nnx.Variable(jnp.zeros(()))
 
 
 @pytest.mark.parametrize("scope", ["batch", "rows"])
@@ -210,6 +214,21 @@ def test_a_state_goes_to_another_mesh_and_stage_to_the_bit(trained, tmp_path, me
     other = made(Convolution, mesh=mesh, **options)
     jax.tree.map(np.testing.assert_array_equal, bits(other.restore(tmp_path)), bits(state))
     assert jax.tree.map(lambda a: a.sharding, other.restore(tmp_path)) == other.shardings
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    there = made(optimizer=optax.adam(0.1), mesh="1x1x1")
+    there.save(tmp_path, there.init(0))
+    told = r"saved with another optimizer: its state holds 13 arrays and 6 here, optimizer.0.count there and not here"
+    with pytest.raises(ValueError, match=told):
+        made(mesh="1x1x1").restore(tmp_path)
+
+
+def test_what_sm3_keeps_in_the_shape_of_a_parameter_lies_as_it_does():
+    on_mesh = made(optimizer=optax.sm3(0.1), zero=1)
+    kept = on_mesh.shardings.optimizer[0]
+    assert jax.tree.map(lambda a: a.spec, kept.nu) == jax.tree.map(lambda a: a.spec, on_mesh.shardings.params)
+    assert {a.is_fully_replicated for a in jax.tree.leaves(kept.mu)} == {True}
 
 
 def test_there_is_nothing_to_restore(tmp_path):
@@ -310,7 +329,7 @@ def test_with_rows_gradients_are_reduced_once_in_a_step_or_in_a_micro_batch(zero
     assert scattered == reductions * len(jax.tree.leaves(on_mesh.shardings.params))
 
 
-@pytest.mark.parametrize("name", thinned([("multi_transform",), ("muon",), ("adafactor",)], 3))
+@pytest.mark.parametrize("name", thinned([("multi_transform",), ("muon",), ("adafactor",), ("sm3",)], 4))
 def test_optimizers_that_keep_something_of_some_parameters_only(name):
     """Or of another shape than the parameter's."""
     rules = {"matrix": optax.sgd(0.1, momentum=0.9), "vector": optax.adam(0.1)}
@@ -319,6 +338,7 @@ def test_optimizers_that_keep_something_of_some_parameters_only(name):
         "multi_transform": optax.multi_transform(rules, label),
         "muon": optax.contrib.muon(1e-2),
         "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+        "sm3": optax.sm3(0.1),
     }[name]
     losses = {}
     for mesh in ("1x1x1", "4x1x1"):

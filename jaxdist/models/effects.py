@@ -49,9 +49,17 @@ def params_of(module: nnx.Module) -> Params:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def variables_of(module: nnx.Module) -> Params:
-    """Return all arrays of a module but its parameters."""
-    return nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
+def variables_of(module: nnx.Module, before: Params | None = None) -> Params:
+    """Return all arrays of a module but its parameters, and but what a call has sown beside those it had `before`.
+
+    `nnx.Module.sow` makes an `nnx.Intermediate`, which is for the caller to read, and not for the next call.
+    """
+    known = named(before or {})
+
+    def is_sown(path: tuple[Any, ...], value: Any) -> bool:
+        return before is not None and isinstance(value, nnx.Intermediate) and ".".join(map(str, path)) not in known
+
+    return nnx.to_pure_dict(nnx.state(module, nnx.All(nnx.Not(nnx.Param), nnx.Not(is_sown))))
 
 
 def check_variables(before: Params, after: Params) -> None:

@@ -80,7 +80,7 @@ class Foreign:
             return loss, variables, further
         returned, module = effects.call(make, params, use)
         loss, further = _result(returned)
-        after = effects.variables_of(module)
+        after = effects.variables_of(module, self.variables)
         effects.check_variables(self.variables, after)
         return loss, after, further
 
@@ -128,6 +128,18 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Modu
 def _variables(module: nnx.Module, kind: type[nnx.Variable]) -> list[nnx.Variable]:
     """Return the variables of this kind that a module holds."""
     return jax.tree.leaves(nnx.state(module, kind), is_leaf=_is_variable)
+
+
+def _check_layers(module: nnx.Module) -> None:
+    """Raise `ValueError` for layers of Flax whose every call assigns the parameters of another one."""
+    for path, part in nnx.iter_modules(module):
+        if isinstance(part, nnx.SpectralNorm | nnx.WeightNorm):
+            kind = type(part).__name__
+            raise ValueError(
+                f"{'.'.join(map(str, path)) or 'the module'} is an nnx.{kind}, each call of which assigns normalized "
+                f"parameters, from which the optimizer would go on; use flax.linen.{kind} through nnx.bridge.ToNNX, "
+                f"which keeps parameters as they are, or normalize the weight where it is used"
+            )
 
 
 def _check_arrays(module: nnx.Module) -> None:
@@ -215,6 +227,7 @@ def _module(made: Any) -> nnx.Module:
     """Return what `model_fn` returned; raise `ValueError` if it is no module that can be trained."""
     if not isinstance(made, nnx.Module):
         raise ValueError(f"model_fn returned {type(made).__name__}; return a flax.nnx.Module (Linen: nnx.bridge.ToNNX)")
+    _check_layers(made)
     _check_arrays(made)
     return made
 

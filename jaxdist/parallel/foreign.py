@@ -11,7 +11,7 @@ looks across them, except through collectives over the axes of the batch by name
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax import P
 from jax.sharding import auto_axes, reshard
 from jaxtyping import Array, Int
@@ -246,15 +247,7 @@ def on_shards(
     """
     _check_optimizer(optimizer, abstract)
     held = jax.tree.map(lambda p: p.held, places)
-    specs = optax.tree.map_params(
-        optimizer,
-        _spec_of_state,
-        jax.eval_shape(optimizer.init, abstract),
-        abstract,
-        held,
-        transform_non_params=lambda _: P(),
-        is_leaf=_is_masked,
-    )
+    specs = _specs_of_state(optimizer, abstract, held)
 
     def update(updates: Tree, state: Tree, params: Tree = None, **further: Any) -> tuple[Tree, Tree]:
         def call(grads: Params, state: Tree, params: Params | None) -> tuple[Tree, Tree]:
@@ -264,6 +257,36 @@ def on_shards(
         return auto_axes(call, out_sharding=(held, specs))(grads, state, params)
 
     return optax.GradientTransformation(auto_axes(optimizer.init, out_sharding=specs), update)
+
+
+def _specs_of_state(optimizer: optax.GradientTransformation, abstract: Params, held: Params) -> Tree:
+    """Return the specs of the state, where what is kept of a parameter lies as `held` says of the parameter."""
+    state = jax.eval_shape(optimizer.init, abstract)
+    try:
+        return optax.tree.map_params(
+            optimizer,
+            _spec_of_state,
+            state,
+            abstract,
+            held,
+            transform_non_params=lambda _: P(),
+            is_leaf=_is_masked,
+        )
+    except ValueError:
+        # Optax cannot find what is kept of a parameter if it is several arrays, as in `optax.sm3`: its path tells.
+        of_parameters = [
+            (path, a, spec)
+            for (path, a), spec in zip(jax.tree.leaves_with_path(abstract), jax.tree.leaves(held), strict=True)
+        ]
+        return jax.tree.map_with_path(partial(_spec_by_path, of_parameters), state)
+
+
+def _spec_by_path(of_parameters: Sequence[tuple[tuple[Any, ...], Any, P]], path: tuple[Any, ...], kept: Any) -> P:
+    """Return the spec of the parameter of the same shape in whose place in a tree the array `kept` is, or `P()`."""
+    for place, parameter, spec in of_parameters:
+        if path[-len(place) :] == place and kept.shape == parameter.shape:
+            return spec
+    return P()
 
 
 def _is_masked(kept: Any) -> bool:
@@ -282,6 +305,11 @@ def _spec_of_state(kept: Any, parameter: Any, spec: P) -> Any:
 
 def _check_optimizer(optimizer: Any, abstract: Params) -> None:
     """Try the update on shapes alone, and raise `ValueError` for what does not work."""
+    if isinstance(optimizer, nnx.Optimizer):
+        raise ValueError(
+            "optimizer is an nnx.Optimizer, which keeps the state of one device; give the optax.GradientTransformation "
+            "that it was made of, optimizer.tx, and its wrt to parallelize as a function of a parameter's path"
+        )
     if isinstance(optimizer, type) or not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise ValueError(
             f"optimizer is {optimizer!r}; give an optax.GradientTransformation such as optax.adamw(1e-3), not an "

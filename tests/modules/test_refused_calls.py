@@ -2,19 +2,24 @@
 
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import jaxdist
+from tests.foreign.plain import by_jaxdist, by_optax
 from tests.modules.net import (
     Net,
     assert_equals_one_device,
     made,
     rows,
 )
+from tests.parity import cases
+from tests.parity.modules import cross_entropy
 
 
 def _assign(module, x):
@@ -79,7 +84,7 @@ def _more(module, x):
 
 def _sow(module, x):
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        module.sow(nnx.Intermediate, "h", x)
+        module.sow(nnx.BatchStat, "h", x)
 
 
 def _grow(module, x):
@@ -136,12 +141,57 @@ def test_an_assignment_inside_a_transformation_of_flax_is_told():
         made(lambda rngs: Net(rngs, call=call), precision="bfloat16", zero=3).lower(rows())
 
 
-def test_a_layer_of_flax_that_assigns_parameters_is_told():
+@pytest.mark.parametrize("kind", [nnx.SpectralNorm, nnx.WeightNorm])
+def test_a_layer_of_flax_that_assigns_parameters_is_told(kind):
     def state(module, rngs):
-        module.up = nnx.SpectralNorm(module.up, rngs=rngs)
+        module.up = kind(module.up, rngs=rngs)
 
-    with pytest.raises(ValueError, match=r"assigns parameter up.layer_instance.kernel"):
-        made(lambda rngs: Net(rngs, state)).lower(rows())
+    told = f"up is an nnx.{kind.__name__}, each call of which assigns .*; use flax.linen.{kind.__name__} through nnx"
+    with pytest.raises(ValueError, match=told):
+        made(lambda rngs: Net(rngs, state))
+
+
+def _sow_for_the_loss(module, x):
+    module.sow(nnx.Intermediate, "h", jnp.square(x).mean())
+
+
+def sown_loss(module, batch):
+    loss, further = cross_entropy(module, batch)
+    (h,) = module.h.get_value() if isinstance(module.h, nnx.Variable) else module.h
+    return loss + 0.0 * h, further | {"h": h}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("scope", ["batch", "rows"])
+def test_what_a_call_sows_is_there_for_the_loss_and_not_kept(scope):
+    trainer = made(lambda rngs: Net(rngs, call=_sow_for_the_loss), loss=sown_loss, scope=scope, mesh="2x1x1")
+    state, metrics = trainer.step(trainer.init(0), rows())
+    assert float(metrics.further["h"]) == pytest.approx(np.square(rows()["x"]).mean(), rel=1e-5)
+    assert trainer.evaluate(state, rows())["h"] == pytest.approx(np.square(rows()["x"]).mean(), rel=1e-5)
+    assert state.variables == {}
+
+
+class Sowing(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16)(x)
+        self.sow("intermediates", "h", x.mean())
+        return nn.SpectralNorm(nn.Dense(8))(nn.WeightNorm(nn.Dense(16))(x), update_stats=True)
+
+
+def test_a_linen_module_may_sow_and_normalize_weights():
+    """Parameters stay as they are: the step of Linen's norms is that of one device."""
+
+    def make(rngs):
+        return nnx.bridge.lazy_init(nnx.bridge.ToNNX(Sowing(), rngs=rngs), jnp.ones((1, 12)))
+
+    def loss(module, batch):
+        logits = module(batch["x"], mutable=["intermediates", "batch_stats"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+    batches = [rows(step) for step in range(2)]
+    wanted = by_optax(make, loss, batches, optax.sgd(0.3))
+    cases.assert_equal(by_jaxdist(make, loss, batches, optax.sgd(0.3), "2x1x1", zero=1), wanted)
 
 
 class Block(nnx.Module):

@@ -39,6 +39,9 @@ ASIDE = "aside"
 FROZEN = "frozen."
 """Begins the names of frozen parameters among what a step holds for training."""
 
+OPTIMIZER = "optimizer."
+"""Begins the names of the optimizer's arrays there."""
+
 Expected = Callable[[], TrainState] | None
 """Makes the shapes that a checkpoint without checksums must have; None accepts any."""
 
@@ -209,6 +212,7 @@ class Checkpoints:
         """
         found = found or self.find()
         self._check_trained(found, abstract)
+        self._check_optimizer(found, abstract)
         wanted = trees_of(_of_replicas(abstract, self.replicas_of(found)))
         residual = wanted.pop(RESIDUAL, None)
         rounded_by = self.rounded_by(found)
@@ -237,6 +241,20 @@ class Checkpoints:
         raise RequestError(
             f"checkpoint {found.store.step_dir.path(found.step)} is of another choice of trained parameters: {first} "
             f"is {there} there and {here} here; give parallelize the same wrt"
+        )
+
+    def _check_optimizer(self, found: Found, abstract: TrainState) -> None:
+        """Raise `RequestError` for a step whose optimizer state has other arrays."""
+        training = found.store.shapes(found.step, "training")
+        there = {name for name in training if name.startswith(OPTIMIZER)}
+        here = set(array_shapes({OPTIMIZER.rstrip("."): abstract.optimizer}))
+        if there == here:
+            return
+        first = min(there ^ here)
+        which = "there and not here" if first in there else "here and not there"
+        raise RequestError(
+            f"checkpoint {found.store.step_dir.path(found.step)} was saved with another optimizer: its state holds "
+            f"{len(there)} arrays and {len(here)} here, {first} {which}; give the same optimizer, or begin anew"
         )
 
     def replicas_of(self, found: Found) -> int:
