@@ -11,7 +11,7 @@ import jax
 from jaxdist.cluster import faults, lifeline
 from jaxdist.cluster.heartbeat import ENDING
 from jaxdist.cluster.process_env import ProcessEnv
-from jaxdist.cluster.rendezvous import USE_ALL, DeviceUse, check_sites, join, members
+from jaxdist.cluster.rendezvous import USE_ALL, DeviceUse, check_sites, join, members, with_hosts
 from jaxdist.cluster.runtime import own_devices
 from jaxdist.cluster.stopping import Stop
 from jaxdist.cluster.watchdog import Watchdog
@@ -112,7 +112,6 @@ class Job:
 
     def _describe_lost(self, processes: Sequence[int]) -> str:
         """Return a sentence about processes that are gone."""
-        hosts = {member.process: member.host for member in members()}
-        names = ", ".join(f"process {process} on {hosts.get(process, 'an unknown host')}" for process in processes)
         verb = "was" if len(processes) == 1 else "were"
+        names = with_hosts(processes)
         return f"{names} {verb} lost at step {self.watchdog.step}; {self.stop.newest()}; the traceback is in log.txt"

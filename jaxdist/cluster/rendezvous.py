@@ -136,6 +136,12 @@ def members() -> list[Member]:
     return _members or _introduced(kv_store.coordinator(), devices=1)
 
 
+def with_hosts(processes: Iterable[int]) -> str:
+    """Return the names of some processes for a message: `process 1 on n1, process 2 on n2`."""
+    hosts = {member.process: member.host for member in members()}
+    return ", ".join(f"process {process} on {hosts.get(process, 'an unknown host')}" for process in processes)
+
+
 def host_names(devices: Iterable[jax.Device]) -> list[str]:
     """Return the host name of each device; for abstract devices, their process index. All processes call it."""
     name = {member.process: member.host for member in members()}

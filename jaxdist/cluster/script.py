@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
@@ -110,6 +111,8 @@ def join(
         env = rendezvous.join(env, FaultConfig(start_seconds=start_seconds))
     place = Place(env, _grace())
     if not env.alone:
+        # Asked now, because all have to be there: those who met by JAX itself have not been introduced.
+        rendezvous.members()
         _end_together(env, place)
     _joined.append(place)
     return place
@@ -172,10 +175,16 @@ def _end_together(env: ProcessEnv, place: Place) -> None:
         if isinstance(error, KeyboardInterrupt):
             _interrupt(env)
         else:
-            faults.fail(env, error)
+            faults.fail(env, error, _describe_lost)
 
     sys.excepthook = fail
     atexit.register(_wait_for_others, env, listener, place)
+
+
+def _describe_lost(processes: Sequence[int]) -> str:
+    """Return a sentence about processes that are gone, which stands for the error by which this one noticed."""
+    verb = "was" if len(processes) == 1 else "were"
+    return f"{rendezvous.with_hosts(processes)} {verb} lost while this process was {WHERE}"
 
 
 def _interrupt(env: ProcessEnv) -> None:

@@ -167,6 +167,7 @@ def test_who_has_met_by_jax_itself_is_not_met_again(monkeypatch):
     monkeypatch.setattr(script, "_end_together", lambda env, place: hooked.append(place))
     monkeypatch.setattr(kv_store, "processes", lambda: 2)
     monkeypatch.setattr(kv_store, "process", lambda: 1)
+    monkeypatch.setattr(script.rendezvous, "members", list)
     monkeypatch.setattr(kv_store, "coordinator", lambda: "127.0.0.1:1")
     script.check_joined()
     place = script.join()
