@@ -9,7 +9,11 @@ _jaxdist_complete() {
         if [[ -n $names ]]; then
             command="${command:+$command }$word"
             _jaxdist_command "$command" || return
-        elif [[ $word == --*=* || $word == -- || " $flags " == *" $word "* ]]; then
+        elif [[ $word == -- ]]; then
+            # A script and its options.
+            _jaxdist_add "${!#}" '' file
+            return
+        elif [[ $word == --*=* || " $flags " == *" $word "* ]]; then
             pending=''
         elif [[ $word == --* ]]; then
             pending=${word//_/-}

@@ -28,7 +28,11 @@ function __jaxdist_complete
             or return
             set command (string trim -- "$command $word")
             set names (__jaxdist_names $command)
-        else if string match -qr '^--(.*=|$)' -- $word
+        else if test "$word" = --
+            # A script and its options.
+            __fish_complete_path (commandline -ct)
+            return
+        else if string match -qr '^--.*=' -- $word
             or contains -- $word (__jaxdist_flags $command | string split -f 1 \t)
             set pending ''
         else if string match -q -- '--*' $word

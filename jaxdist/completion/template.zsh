@@ -7,7 +7,11 @@ _jaxdist() {
         if (($#names)); then
             command="${command:+$command }$word"
             _jaxdist_command "$command" || return 1
-        elif [[ $word == --*=* || $word == -- || -n ${flags[(r)$word:*]} ]]; then
+        elif [[ $word == -- ]]; then
+            # A script and its options.
+            _files
+            return
+        elif [[ $word == --*=* || -n ${flags[(r)$word:*]} ]]; then
             pending=''
         elif [[ $word == --* ]]; then
             pending=${word//_/-}

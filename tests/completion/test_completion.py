@@ -63,6 +63,8 @@ LINES = {
     "jaxdist train --data.path=te": ({"text.txt"}, {"mine.toml"}),
     "jaxdist launch slurm --env ": ({"alps", "infiniband", "ethernet", "text.txt"}, set()),
     "jaxdist launch local --processes 2 ": ({*SHIPPED}, {"local"}),
+    "jaxdist launch local --processes 2 -- te": ({"text.txt"}, {"gpt_tiny"}),
+    "jaxdist launch slurm --time 9 -- mine.py te": ({"text.txt"}, {"gpt_tiny"}),
     "python -m jaxdist ": (FIRST, {"step"}),
     "python -m jaxdist bench st": ({"step"}, {"gpu"}),
     "python -m jaxdist.train --pipeline.schedule ": (SCHEDULES, set()),
