@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Failed, RequestError
 from jaxdist.config.values import FileName
-from jaxdist.data.paths import open_sources
+from jaxdist.data.paths import open_each
 from jaxdist.data.sources import Sources
 from jaxdist.files import replacing
 from jaxdist.files.reasons import reason
-from jaxdist.output.units import counted
 from jaxdist.process.exit_codes import DONE
 from jaxdist.request import JSON, Extra, Request, arguments, check_output, check_output_folder, run
 from jaxdist.request.commandline import CONFIG_ENDING
@@ -59,26 +58,20 @@ def main(argv: list[str] | None = None) -> int:
             f"{request.positional} has model.family {request.config.model.family}, which trains on images, and only "
             "text and tokens are looked at"
         )
-    mixture = request.config.data.mixture
-    if mixture:
-        raise RequestError(
-            f"'{request.positional}' is a mixture of {counted(len(mixture.sources), 'source')}; look at one at a time, "
-            f"such as '{mixture.sources[0].path}'"
-        )
-    sources = open_sources(request.config.data)
-    _check_export(request, sources)
+    found = open_each(request.config.data)
+    _check_export(request, found)
     if not request.extras["export"]:
-        found = _look(request, sources)
+        seen = _look(request, found)
     else:
-        with _exporting(request.extras, sources) as write:
-            found = _look(request, sources)
-            assert found.streams, "tokens of which nothing is known"
-            found.figures["export"] = {"path": request.extras["export"], **write(found.streams)}
-    _print(request, found)
+        with _exporting(request.extras, found) as write:
+            seen = _look(request, found)
+            (streams,) = seen.streams.values()
+            seen.figures["export"] = {"path": request.extras["export"], **write(streams)}
+    _print(request, seen)
     return DONE
 
 
-def _look(request: Request, sources: Sources) -> Look:
+def _look(request: Request, found: Mapping[str, Sources]) -> Look:
     """Return what is found in the data. Where they are refused, prints it and raises `RequestError`."""
     # Imported only now, because they import numpy, which --help does not need.
     from jaxdist.data.survey.look import Asked, look
@@ -88,18 +81,18 @@ def _look(request: Request, sources: Sources) -> Look:
     model = request.config.model
     asked = Asked(request.config.data, model.vocab, _own_vocab(request), model.sequence)
     screen = Screen()
-    found = look(asked, sources, DataProgress(_nobody_waits, screen))
+    seen = look(asked, found, DataProgress(_nobody_waits, screen))
     screen.pause()
-    if found.problems:
-        _print(request, found)
-        raise RequestError(*found.problems)
-    return found
+    if seen.problems:
+        _print(request, seen)
+        raise RequestError(*seen.problems)
+    return seen
 
 
-def _print(request: Request, found: Look) -> None:
+def _print(request: Request, seen: Look) -> None:
     from jaxdist.data.survey import report
 
-    print(json.dumps(found.figures) if request.extras["json"] else "\n".join(report.lines(found.figures)), flush=True)
+    print(json.dumps(seen.figures) if request.extras["json"] else "\n".join(report.lines(seen.figures)), flush=True)
 
 
 def _own_vocab(request: Request) -> bool:
@@ -107,13 +100,19 @@ def _own_vocab(request: Request) -> bool:
     return "model.vocab" in request.overrides or (request.positional or "").endswith(CONFIG_ENDING)
 
 
-def _check_export(request: Request, sources: Sources) -> None:
+def _check_export(request: Request, found: Mapping[str, Sources]) -> None:
     """Raise `RequestError` for an export that cannot be made, before anything is read."""
     target = request.extras["export"]
     if not target:
         if request.extras["force"]:
             raise RequestError("--force has no effect without --export; add that, or leave it out")
         return
+    if len(found) > 1:
+        raise RequestError(
+            f"--export '{target}' writes the tokens of one source, and data.mixture has {len(found)}; export each by "
+            f"itself, such as '{next(iter(found))}', with the same data.tokenizer"
+        )
+    (sources,) = found.values()
     if not (sources.training.holds_tokens or request.config.data.tokenizer or _own_vocab(request)):
         raise RequestError(
             f"--export '{target}' writes tokens, and '{sources.name}' is text without a tokenizer; give a "
@@ -131,7 +130,9 @@ def _check_export(request: Request, sources: Sources) -> None:
 
 
 @contextmanager
-def _exporting(extras: Mapping[str, Any], sources: Sources) -> Iterator[Callable[[Streams], dict[str, Any]]]:
+def _exporting(
+    extras: Mapping[str, Any], found: Mapping[str, Sources]
+) -> Iterator[Callable[[Streams], dict[str, Any]]]:
     """Yield what writes tokens to the target of --export, which is there at the end. Raises `RequestError` before."""
     # This module imports numpy.
     from jaxdist.data.token_export import write_file, write_folder
@@ -142,7 +143,7 @@ def _exporting(extras: Mapping[str, Any], sources: Sources) -> Iterator[Callable
             yield lambda streams: write_folder(streams, new)
         return
     if os.path.lexists(target):
-        if any(os.path.samefile(target, file.path) for source in sources.all for file in source.files):
+        if any(os.path.samefile(target, path) for path in _files(found)):
             raise RequestError(f"--export '{target}' is one of the files that are read; name another")
         if not extras["force"]:
             raise RequestError(f"--export '{target}' is there already; name another, or add --force to replace it")
@@ -151,6 +152,11 @@ def _exporting(extras: Mapping[str, Any], sources: Sources) -> Iterator[Callable
             yield lambda streams: write_file(streams, new, target.name)
     except OSError as error:
         raise Failed(f"the export to '{target}' failed: {reason(error)}; free some room, and export again") from error
+
+
+def _files(found: Mapping[str, Sources]) -> Iterator[Path]:
+    """Yield the files of all sources."""
+    return (file.path for sources in found.values() for source in sources.all for file in source.files)
 
 
 def _is_folder(target: str) -> bool:

@@ -93,9 +93,8 @@ def _open_one(
 def _open_mixture(config: DataConfig, vocab: int, sequence: int, apart: bool, progress: Progress) -> Corpus:
     """Return the rows of several sources, each of which holds out its own part, with the same tokenizer for all."""
     found = open_mixture(config)
-    given = _tokenizer_for(found, config, vocab, progress)
     names = sorted(found)
-    streams = [Request(config, vocab, progress, found[name], given).open() for name in names]
+    streams = list(open_streams(config, found, vocab, progress).values())
     if apart:
         streams = [_apart(one) for one in streams]
         _check_several_documents(streams)
@@ -112,17 +111,29 @@ def _open_mixture(config: DataConfig, vocab: int, sequence: int, apart: bool, pr
     ]
     if problems:
         raise RequestError(*listed(iter(problems), len(problems), "sources without rows"))
+    given = streams[0].tokenizer
     tokenized = next((one.tokenized for one in streams if one.tokenized), "")
     assert config.mixture, "no mixture"
     return Corpus(
         train=MixedRows(tuple(corpus.train for corpus in sources.values()), sequence),
         validation=MixedRows(tuple(corpus.validation for corpus in sources.values()), sequence),
         tokenizer=given.text if given else None,
-        special=given.special if given else SpecialTokens(),
+        special=streams[0].special,
         fingerprint=digest("mixture", *(f"{name} {corpus.fingerprint}" for name, corpus in sources.items())),
         source=f"{counted(len(names), 'source')}{', ' if tokenized else ''}{tokenized}",
         sources=sources,
     )
+
+
+def open_streams(
+    config: DataConfig, found: Mapping[str, Sources], vocab: int, progress: Progress
+) -> dict[str, Streams]:
+    """Return the tokens of each source, in the order of their names, with the same tokenizer for all.
+
+    A tokenizer of several texts is trained on all of them. Raises `RequestError` as `Request.open` does.
+    """
+    given = _tokenizer_for(found, config, vocab, progress) if config.mixture else given_tokenizer(config, vocab)
+    return {name: Request(config, vocab, progress, found[name], given).open() for name in sorted(found)}
 
 
 def _tokenizer_for(

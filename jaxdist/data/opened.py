@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -13,11 +14,15 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from jaxdist.config import DataConfig, RequestError, nearest
+from jaxdist.config.mixture import MixtureConfig
 from jaxdist.data.corpus import open_corpus
+from jaxdist.data.mixture import Mixture
 from jaxdist.data.order import global_rows
-from jaxdist.data.paths import open_sources
+from jaxdist.data.paths import open_each
+from jaxdist.data.phases import phases_of
 from jaxdist.data.progress import unseen
 from jaxdist.data.rows import TokenRows
+from jaxdist.data.training_paths import mixture_of
 from jaxdist.data.vocabulary import needed_vocab
 from jaxdist.huggingface.given_tokenizer import load_tokenizer
 
@@ -44,6 +49,10 @@ class Rows(Sequence[Row]):
     """Hexadecimal hash of the content, the tokenizer, the split and the packing, by which a training knows its data."""
     validation: Rows | None = field(default=None, repr=False)
     """The rows that are held out; None in themselves."""
+    mixture: MixtureConfig | None = field(default=None, repr=False)
+    """How sources are mixed, whose rows are numbered one source after another; None for a single source."""
+    sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
+    """The rows of each source of a mixture."""
 
     @property
     def sequence(self) -> int:
@@ -78,9 +87,21 @@ class Rows(Sequence[Row]):
     def batch(self, step: int, size: int, seed: int = 0) -> Row:
         """Return the rows [size, S] of a step, from 0: those of a training with that `train.seed` and batch size.
 
-        Each epoch is a new permutation of all rows, a function of (seed, step) alone.
+        They are a function of (seed, step) alone. Each epoch is a new permutation of all rows, or of those of a source.
+        Raises `RequestError` for a mixture with a phase that begins at a part of a run, whose length is not known here.
         """
-        return self.part.read(global_rows(seed, step, size, len(self)))
+        if self.mixture is None:
+            return self.part.read(global_rows(seed, step, size, len(self)))
+        early = [phase.begins for phase in self.mixture.phases[1:] if phase.begins < 1]
+        if early:
+            raise RequestError(
+                f"a phase of the mixture begins from {early[0]} of a run on, whose steps are not known here; give the "
+                "number of steps before it"
+            )
+        order = _order(seed, tuple(self.sizes.items()), self.mixture, size)
+        source, row = order.rows(step * size + np.arange(size, dtype=np.int64))
+        firsts = np.cumsum([0, *(self.sizes[name] for name in order.names)])
+        return self.part.read(firsts[source] + row)
 
     def _numbers(self, index: int | Iterable[int]) -> Int[np.ndarray, "..."]:
         """Return numbers of rows from 0. Raises `IndexError`, and `TypeError` for what is no whole number."""
@@ -95,6 +116,12 @@ class Rows(Sequence[Row]):
         return numbers.astype(np.int64) % len(self)
 
 
+@lru_cache(maxsize=4)
+def _order(seed: int, sizes: tuple[tuple[str, int], ...], mixture: MixtureConfig, batch: int) -> Mixture:
+    """Return the order of the rows of a mixture, whose tables take a moment to make."""
+    return Mixture(seed, dict(sizes), phases_of(mixture, steps=0, batch=batch))
+
+
 def open(
     path: str | Path | None = None,
     *,
@@ -105,10 +132,10 @@ def open(
 ) -> Rows:
     """Return the rows of `sequence` tokens that `python -m jaxdist.train` trains on; `.validation` has the others.
 
-    `path` names data of any form that data.path takes; without it they are Python's own library. `knobs` are the
-    others of the section data, such as `tokenizer="tokenizer.json"`, `pack="best-fit"` or `text="content"`. `vocab` is
-    the model.vocab, of which a tokenizer is trained where text has none; by default it is what the data need. Text is
-    tokenized at the first call, and later read from the cache.
+    `path` names data of any form that data.path takes, also a mixture; without it they are Python's own library.
+    `knobs` are the others of the section data, such as `tokenizer="tokenizer.json"`, `pack="best-fit"` or
+    `text="content"`. `vocab` is the model.vocab, of which a tokenizer is trained where text has none; by default it is
+    what the data need. Text is tokenized at the first call, and later read from the cache.
 
     Raises `jaxdist.config.RequestError`, with the sentences of a training, for data that cannot be read.
     """
@@ -118,7 +145,7 @@ def open(
     if documents not in ("joined", "apart"):
         raise RequestError(f"documents is '{documents}': valid are joined, apart")
     if vocab is None:
-        vocab = needed_vocab(config, open_sources(config), unseen)
+        vocab = needed_vocab(config, open_each(config).values(), unseen)
     if vocab is None:
         raise RequestError(
             "the data are text without a tokenizer; give one as tokenizer, or the size of the one to train as vocab"
@@ -126,7 +153,8 @@ def open(
     corpus = open_corpus(config, vocab, sequence, apart=documents == "apart")
     tokenizer = load_tokenizer(corpus.tokenizer) if corpus.tokenizer else None
     validation = Rows(corpus.validation, tokenizer, corpus.source, corpus.fingerprint)
-    return Rows(corpus.train, tokenizer, corpus.source, corpus.fingerprint, validation)
+    mixed = {name: one.train.count for name, one in corpus.sources.items()}
+    return Rows(corpus.train, tokenizer, corpus.source, corpus.fingerprint, validation, config.mixture, mixed)
 
 
 def _config(path: str | Path | None, knobs: dict[str, Any]) -> DataConfig:
@@ -137,7 +165,12 @@ def _config(path: str | Path | None, knobs: dict[str, Any]) -> DataConfig:
             *(f"'{name}' is no knob of data; {nearest(name, DataConfig.model_fields)}" for name in unknown)
         )
     try:
+        mixture = mixture_of(str(path)) if path is not None else None
+        if mixture:
+            return DataConfig(mixture=mixture, **knobs)
         return DataConfig(path=None if path is None else str(path), **knobs)
     except ValidationError as error:
         wrong = ((".".join(map(str, one["loc"])), one["input"], one["msg"]) for one in error.errors())
         raise RequestError(*(f"data.{name} is {value!r}: {reason}" for name, value, reason in wrong)) from None
+    except ValueError as error:
+        raise RequestError(f"data.path is '{path}': {error}") from None

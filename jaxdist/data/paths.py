@@ -38,6 +38,14 @@ def open_sources(config: DataConfig) -> Sources:
     return sources
 
 
+def open_each(config: DataConfig) -> dict[str, Sources]:
+    """Return the data of each source by its name, of a mixture or of the only one. Raises as these two do."""
+    if config.mixture:
+        return open_mixture(config)
+    sources = open_sources(config)
+    return {sources.name: sources}
+
+
 def open_mixture(config: DataConfig) -> dict[str, Sources]:
     """Return the data of each source of the mixture that `config` names, by the names of the sources.
 

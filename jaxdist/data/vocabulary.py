@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from jaxdist.config import DataConfig
 from jaxdist.data.progress import Pass, Progress
 from jaxdist.data.readers.reader import Expected, TokenReader, reading
@@ -15,16 +17,17 @@ UINT16 = 1 << 16
 """Ids that uint16 can hold."""
 
 
-def needed_vocab(data: DataConfig, sources: Sources, progress: Progress) -> int | None:
-    """Return the fewest ids of a model for these data; None for text without a tokenizer.
+def needed_vocab(data: DataConfig, found: Iterable[Sources], progress: Progress) -> int | None:
+    """Return the fewest ids of a model for these data; None if they have text without a tokenizer.
 
     Reads files of tokens to their ends. Raises `RequestError` for a file that holds none, and for no tokenizer.
     """
     if data.tokenizer:
         return largest_id(read_tokenizer(data.tokenizer).load()) + 1
-    if not sources.training.holds_tokens:
+    sources = [source for one in found for source in one.all]
+    if not all(source.holds_tokens for source in sources):
         return None
-    return 1 + max(_largest_id(file, data, progress) for source in sources.all for file in source.files)
+    return 1 + max(_largest_id(file, data, progress) for source in sources for file in source.files)
 
 
 def _largest_id(file: DataFile, data: DataConfig, progress: Progress) -> int:

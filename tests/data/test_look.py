@@ -90,7 +90,8 @@ def test_tokens_are_those_of_a_training(web, capsys):
     corpus = open_(path="web", sequence=32)
     tokens = found["tokens"]
     assert (tokens["training"], tokens["held_out"]) == (corpus.train.tokens.length, corpus.validation.tokens.length)
-    assert (tokens["entries"], tokens["dtype"], tokens["source"]) == (300, "uint16", corpus.source)
+    (source,) = tokens["sources"]
+    assert (tokens["entries"], source["dtype"], source["about"]) == (300, "uint16", corpus.source)
     packed = open_packed(corpus.train.tokens, 32, corpus.special, "name", unseen).packed
     assert found["rows"] == {
         "sequence": 32,
@@ -139,7 +140,8 @@ def test_documents_of_tokens_are_told_apart_by_their_tokenizer(web, capsys):
         capsys, "t.bin", "--data.tokenizer=tokenizer.json", "--data.validation-fraction=0.4", "--model.sequence=8"
     )
     assert found["documents"]["count"] == 42
-    assert found["duplicates"]["first"] == [{"part": "training", "document": 1}, {"part": "training", "document": 3}]
+    of = {"source": "t.bin", "part": "training"}
+    assert found["duplicates"]["first"] == [{**of, "document": 1}, {**of, "document": 3}]
     assert found["samples"][0]["pieces"] == ["w1", " w2", " <|endoftext|>"]
 
 
@@ -183,6 +185,39 @@ def test_a_config_says_what_a_training_reads(web, capsys):
         main(["images.toml"])
 
 
+def test_all_sources_of_a_mixture_are_looked_at_together(web, capsys):
+    (web / "a.jsonl").write_text(lines(*TEXTS[:60]))
+    (web / "b.jsonl").write_text(lines(TEXTS[4], *TEXTS[60:]))
+    words = ["--model.vocab=300", "--model.sequence=8", "--data.validation-fraction=0.2"]
+    found = told(capsys, "a.jsonl*3,b.jsonl*1", *words)
+    assert [(one["name"], one["share"]) for one in found["sources"]] == [("a.jsonl", 0.75), ("b.jsonl", 0.25)]
+    assert found["duplicates"]["repeated"] == 1
+    assert found["duplicates"]["first"] == [{"file": "a.jsonl", "document": 5}, {"file": "b.jsonl", "document": 1}]
+    corpus = open_(mixture="a.jsonl*3,b.jsonl*1", sequence=8, validation_fraction=0.2)
+    assert [one["about"] for one in found["tokens"]["sources"]] == [
+        f"{one.source}, byte-level BPE of 300 entries" for one in corpus.sources.values()
+    ]
+    assert found["documents"]["tokens"]["documents"] == found["documents"]["count"] == 121
+    parts = [
+        open_packed(one.train.tokens, 8, corpus.special, name, unseen).packed for name, one in corpus.sources.items()
+    ]
+    assert found["rows"]["cut"] == sum(part.cut_in_stream for part in parts)
+    assert found["rows"]["cut_best_fit"] == sum(part.cut for part in parts)
+    assert {sample["source"] for sample in found["samples"]} == {"a.jsonl", "b.jsonl"}
+    main(["a.jsonl*3,b.jsonl*1", *words])
+    said = capsys.readouterr().out
+    assert "data        a.jsonl (75 % of the rows): 1 file, " in said
+    assert "\n  b.jsonl: " in said
+    with pytest.raises(RequestError, match=r"^--export 'out/' writes the tokens of one source, and data.mixture has 2"):
+        main(["a.jsonl*3,b.jsonl*1", *words, "--export=out/"])
+
+
+def test_a_mixture_without_rows_is_refused_by_source(web, capsys):
+    (web / "b.jsonl").write_text(lines("few"))
+    with pytest.raises(RequestError, match=r"^the training data of 'b.jsonl' has \d+ tokens and one row needs 9"):
+        main(["web/a.jsonl*3,b.jsonl*1", "--model.vocab=300", "--model.sequence=8"])
+
+
 def test_a_place_may_be_given_once(web):
     with pytest.raises(RequestError, match=r"data.path is given twice"):
         main(["web", "--data.path=web/a.jsonl"])
@@ -203,7 +238,7 @@ def test_the_picture_has_a_bar_for_each_length(web, capsys):
 
 def test_samples_are_drawn_from_all_documents_and_are_the_same_ones(write):
     path = write("a.jsonl", lines(*[f"text {i}" for i in range(1000)]))
-    sources = open_sources(DataConfig(path=path))
+    sources = open_sources(DataConfig(path=path)).all
     first, again = (TextDocuments.read(sources, unseen).samples for _ in range(2))
     assert first == again
     assert len(first) == SAMPLES
@@ -213,9 +248,9 @@ def test_samples_are_drawn_from_all_documents_and_are_the_same_ones(write):
 
 def test_a_sample_of_tokens_is_one_document(write):
     tokens = Tokens.open(write("t.bin", ids(*[5, 6, 0, 7, 8, 9, 0, 1, 2, 3, 4, 5, 0, 6, 7])), "uint16")
-    found = [(one.start, one.ids) for one in samples(tokens, SpecialTokens(eos=0), None)]
+    found = [(one.start, one.ids) for one in samples(tokens, SpecialTokens(eos=0), None, 3)]
     assert found == [(0, [5, 6, 0]), (7, [1, 2, 3, 4, 5, 0]), (13, [6, 7])]
-    before = [(one.start, one.ids) for one in samples(tokens, SpecialTokens(bos=0), None)]
+    before = [(one.start, one.ids) for one in samples(tokens, SpecialTokens(bos=0), None, 3)]
     assert before == [(0, [5, 6]), (6, [0, 1, 2, 3, 4, 5]), (12, [0, 6, 7])]
 
 

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 import jaxdist.data
-from jaxdist.config import RequestError
+from jaxdist.config import DataConfig, RequestError
 from jaxdist.data.order import global_rows
+from jaxdist.data.progress import unseen
 from jaxdist.huggingface.given_tokenizer import load_tokenizer
+from jaxdist.request import load
+from jaxdist.training.task_text import TextTask
 from tests.data.files import POEM, VOCAB, S, ids, lines, open_, save_tokenizer
 
 FORMS = {
@@ -77,6 +80,31 @@ def test_a_batch_is_that_of_a_step(write):
         assert found.batch(step, 12, seed=7)["tokens"].tolist() == expected["tokens"].tolist()
     epoch = np.concatenate([found.batch(step, 1, seed=1)["tokens"] for step in range(len(found))])
     assert sorted(epoch.tolist()) == sorted(found[:]["tokens"].tolist())
+
+
+MIXTURE = {"a": {"path": "a.jsonl", "weight": 3}, "b.jsonl": 1, "phase": [{"from": 20, "a": 1, "b.jsonl": 9}]}
+
+
+def test_a_mixture_is_read_as_in_a_training(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write(f"{name}.jsonl", lines(*[f"{name} {i} of many" for i in range(200)]))
+    found = jaxdist.data.open(mixture=MIXTURE, sequence=S, vocab=VOCAB)
+    config = load(None, {"model.sequence": str(S), "model.vocab": str(VOCAB), "train.global_batch_size": "8"})
+    config = config.model_copy(update={"data": DataConfig(mixture=MIXTURE)})
+    task = TextTask.__new__(TextTask)
+    task.config, task.progress, task.begun = config, unseen, None
+    assert len(found) == task.data.train.count
+    for step in (0, 19, 20, 777):
+        expected = task.data.train.read(task.rows_after(step))
+        assert found.batch(step, 8)["tokens"].tolist() == expected["tokens"].tolist()
+    short = jaxdist.data.open("a.jsonl*3,b.jsonl*1", sequence=S, vocab=VOCAB)
+    assert short[:]["tokens"].tolist() == found[:]["tokens"].tolist()
+    with pytest.raises(RequestError, match=r"^data.path is 'a.jsonl\*3,b.jsonl': 'b.jsonl' has no weight"):
+        rows("a.jsonl*3,b.jsonl")
+    late = {**MIXTURE, "phase": [{"from": 0.5, "b.jsonl": 1}]}
+    with pytest.raises(RequestError, match=r"begins from 0.5 of a run on"):
+        rows(None, mixture=late).batch(0, 8)
 
 
 @pytest.mark.parametrize("pack", ["cut", "best-fit"])

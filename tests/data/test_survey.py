@@ -51,7 +51,7 @@ def test_rows_are_used_alike_however_documents_come():
     rows = [range(a // 32, (b - 1) // 32 + 1) for a, b in pairwise(borders.tolist())]
     assert use.cut == sum(len(row) > 1 for row in rows) == cut_in_stream(lengths, 32)
     assert use.longer == sum(length > 32 for length in lengths.tolist())
-    assert use.figures() == {"sequence": 32, "documents": 300, "cut": use.cut, "cut_best_fit": use.longer}
+    assert use.documents == 300
 
 
 def test_lengths_are_those_of_numpy():

@@ -33,10 +33,13 @@ class Hashes:
     """The hashes of documents, in their order."""
 
     def __init__(self) -> None:
+        self.count = 0
+        """Documents so far, also those that are not compared."""
         self._hashes = array("Q")
 
     def add(self, content: int) -> None:
         """Add the hash of the next document."""
+        self.count += 1
         if len(self._hashes) < LIMIT:
             self._hashes.append(content)
 

@@ -99,12 +99,3 @@ class RowUse:
         self.cut += cut_in_stream(lengths, self.sequence, self._place)
         self.longer += int((lengths > self.sequence).sum())
         self._place += int(lengths.sum())
-
-    def figures(self) -> dict[str, int]:
-        """Return what --json has."""
-        return {
-            "sequence": self.sequence,
-            "documents": self.documents,
-            "cut": self.cut,
-            "cut_best_fit": self.longer,
-        }

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxdist.config import DataConfig, RequestError
+from jaxdist.config import DataConfig, RequestError, listed
 from jaxdist.data.compressed import HEAD, compression_of
-from jaxdist.data.corpus import row_problems
+from jaxdist.data.corpus import open_streams, row_problems
 from jaxdist.data.packed_rows import lengths_in_order
 from jaxdist.data.progress import Progress
 from jaxdist.data.readers.reader import reading
 from jaxdist.data.rows import CutRows
 from jaxdist.data.sources import Source, Sources
-from jaxdist.data.streams import Request, Streams
+from jaxdist.data.streams import Streams
 from jaxdist.data.survey.duplicates import Duplicates, Hashes
 from jaxdist.data.survey.lengths import Lengths, RowUse
-from jaxdist.data.survey.text_documents import TextDocuments
+from jaxdist.data.survey.text_documents import SAMPLES, TextDocuments
 from jaxdist.data.survey.token_documents import hash_documents, samples
 from jaxdist.data.tokenizing import sample_bytes
+from jaxdist.data.tokens import Tokens
 from jaxdist.data.vocabulary import needed_vocab
 from jaxdist.huggingface.given_tokenizer import largest_id
 from jaxdist.output.units import size
+
+Figures = dict[str, Any]
+"""What --json prints, or a part of it."""
 
 
 @dataclass(frozen=True)
@@ -42,53 +47,73 @@ class Asked:
 class Look:
     """What was found."""
 
-    figures: dict[str, Any]
-    """What --json prints."""
+    figures: Figures
     problems: list[str]
     """The sentences with which training refuses the data."""
-    streams: Streams | None
-    """The tokens; None where they are refused, or where text has no tokenizer and none to train was asked for."""
+    streams: Mapping[str, Streams]
+    """The tokens by the name of their source: none where they are refused, or where text has no tokenizer and none to
+    train was asked for."""
 
 
-def look(asked: Asked, sources: Sources, progress: Progress) -> Look:
-    """Return what the data are. Reads all of them; what training would refuse is in the result."""
-    figures: dict[str, Any] = {
-        "data": sources.name,
-        "sources": [_of_source(source, sources) for source in sources.all],
+def look(asked: Asked, found: Mapping[str, Sources], progress: Progress) -> Look:
+    """Return what the data of each source are. Reads all of them; what training would refuse is in the result."""
+    figures: Figures = {
+        "sources": list(_of_files(asked, found)),
         "documents": dict.fromkeys(("count", "empty", "bytes", "tokens")),
         **dict.fromkeys(("duplicates", "tokens", "rows")),
         "samples": [],
     }
     problems = []
-    if not sources.training.holds_tokens:
-        texts = TextDocuments.read(sources, progress)
-        _tell_texts(texts, figures)
-        problems += texts.problems
-    streams = None
+    texts = [source for sources in found.values() for source in sources.all if not source.holds_tokens]
+    if texts:
+        documents = TextDocuments.read(texts, progress)
+        _tell_texts(documents, figures)
+        problems += documents.problems
+    streams: Mapping[str, Streams] = {}
     if not problems:
         try:
-            streams = _open(asked, sources, progress)
+            streams = _open(asked, found, progress)
         except RequestError as error:
             problems += error.problems
     if streams:
-        _tell_tokens(streams, asked.sequence, figures, progress)
-        train, validation = (CutRows(tokens, asked.sequence) for tokens in (streams.train, streams.validation))
-        problems += row_problems(train, validation, by_fraction=sources.held_out is None)
-    figures["notes"] = list(_notes(asked, sources, streams))
+        of_text = not any(sources.training.holds_tokens for sources in found.values())
+        _TokenFigures(streams, asked.sequence, progress).tell(figures, of_text)
+        refused = list(_row_problems(streams, found, asked.sequence))
+        problems += listed(iter(refused), len(refused), "sources without rows")
+    figures["notes"] = list(_notes(asked, found, streams))
     figures["problems"] = problems
     return Look(figures, problems, streams)
 
 
-def _open(asked: Asked, sources: Sources, progress: Progress) -> Streams | None:
+def _open(asked: Asked, found: Mapping[str, Sources], progress: Progress) -> Mapping[str, Streams]:
     """Return the tokens, of text only if its tokenizer, or the size of one to train, was given."""
     vocab: int | None = asked.vocab
     if not asked.own_vocab:
-        vocab = needed_vocab(asked.data, sources, progress)
-    return Request.of(asked.data, vocab, progress).open() if vocab else None
+        vocab = needed_vocab(asked.data, found.values(), progress)
+    return open_streams(asked.data, found, vocab, progress) if vocab else {}
 
 
-def _of_source(source: Source, sources: Sources) -> dict[str, Any]:
-    """Return what the files of a source are, by their forms."""
+def _row_problems(streams: Mapping[str, Streams], found: Mapping[str, Sources], sequence: int) -> Iterator[str]:
+    """Yield a sentence for each part of each source that has no row."""
+    for name, one in streams.items():
+        train, validation = (CutRows(tokens, sequence) for tokens in (one.train, one.validation))
+        of = f" of '{name}'" if len(streams) > 1 else ""
+        yield from row_problems(train, validation, by_fraction=found[name].held_out is None, of=of)
+
+
+def _of_files(asked: Asked, found: Mapping[str, Sources]) -> Iterator[Figures]:
+    """Yield what the files of each source are, with its part of the rows at the start of a training."""
+    mixture = asked.data.mixture
+    weights = mixture.weights(mixture.phases[0]) if mixture else {}
+    for name, sources in found.items():
+        for source in sources.all:
+            training = source is sources.training
+            share = weights[name] / sum(weights.values()) if weights and training else None
+            part = "training" if training else "validation"
+            yield {"source": name, "part": part, "share": share, **_of_source(source)}
+
+
+def _of_source(source: Source) -> Figures:
     by_form: dict[tuple[str, str | None], list[int]] = {}
     for path, reader in source.files:
         with reading(path), path.open("rb") as file:
@@ -96,7 +121,6 @@ def _of_source(source: Source, sources: Sources) -> dict[str, Any]:
             key = (reader.name, known.name if known else None)
             by_form.setdefault(key, []).append(path.stat().st_size)
     return {
-        "part": "training" if source is sources.training else "validation",
         "name": source.name,
         "files": len(source.files),
         "bytes": source.size,
@@ -108,7 +132,7 @@ def _of_source(source: Source, sources: Sources) -> dict[str, Any]:
     }
 
 
-def _tell_texts(texts: TextDocuments, figures: dict[str, Any]) -> None:
+def _tell_texts(texts: TextDocuments, figures: Figures) -> None:
     """Add what the documents of text are."""
     figures["documents"] |= {
         "count": texts.lengths.documents,
@@ -120,64 +144,109 @@ def _tell_texts(texts: TextDocuments, figures: dict[str, Any]) -> None:
     figures["samples"] = [{**sample.place.figures(), "text": sample.text} for _, sample in texts.samples]
 
 
-def _of_duplicates(found: Duplicates, places: list[dict[str, Any]]) -> dict[str, Any]:
+def _of_duplicates(found: Duplicates, places: list[Figures]) -> Figures:
     return {"compared": found.compared, "repeated": found.repeated, "first": places}
 
 
-def _tell_tokens(streams: Streams, sequence: int, figures: dict[str, Any], progress: Progress) -> None:
-    """Add what the tokens are, and what their documents are, as far as text has not told it."""
-    parts = (streams.train, streams.validation)
-    special = streams.special
-    tokenizer = streams.tokenizer.load() if streams.tokenizer else None
-    largest = max(part.largest() for part in parts)
-    figures["tokens"] = {
-        "training": streams.train.length,
-        "held_out": streams.validation.length,
-        "largest": largest,
-        "vocab": 1 + max(largest, largest_id(tokenizer) if tokenizer else -1),
-        "dtype": streams.train.dtype,
-        "entries": tokenizer.get_vocab_size() if tokenizer else None,
-        "source": streams.line,
-    }
-    figures["samples"] = [sample._asdict() for sample in samples(streams.train, special, tokenizer)]
-    if not special.delimits():
-        return
-    lengths = Lengths()
-    use = RowUse(sequence)
-    for some in lengths_in_order(streams.train, special, progress):
-        lengths.add(some.tolist())
-        use.add(some)
-    for some in lengths_in_order(streams.validation, special, progress):
-        lengths.add(some.tolist())
-    figures["rows"] = use.figures()
-    documents = figures["documents"]
-    documents["tokens"] = lengths.figures()
-    if documents["count"] is None:
-        documents["count"] = lengths.documents
+class _TokenFigures:
+    """What the tokens of each source are, and the documents in them."""
+
+    def __init__(self, streams: Mapping[str, Streams], sequence: int, progress: Progress):
+        self._streams = streams
+        self._sequence = sequence
+        self._progress = progress
+        first = next(iter(streams.values()))
+        # All sources have the same tokenizer.
+        self._special = first.special
+        self._tokenizer = first.tokenizer.load() if first.tokenizer else None
+
+    def tell(self, figures: Figures, of_text: bool) -> None:
+        """Add all; the documents of text alone are known better from the text."""
+        figures["tokens"] = self._tokens()
+        count = max(1, SAMPLES // len(self._streams))
+        figures["samples"] = [
+            {"source": name, **sample._asdict()}
+            for name, one in self._streams.items()
+            for sample in samples(one.train, self._special, self._tokenizer, count)
+        ]
+        if not self._special.delimits():
+            return
+        lengths, figures["rows"] = self._lengths()
+        documents = figures["documents"]
+        documents["tokens"] = lengths.figures()
+        if not of_text:
+            documents["count"] = lengths.documents
+            figures["duplicates"] = self._duplicates()
+
+    def _parts(self) -> Iterator[tuple[str, str, Tokens]]:
+        """Yield the name of each source, which part of it follows, and the tokens of that part."""
+        for name, one in self._streams.items():
+            yield name, "training", one.train
+            yield name, "validation", one.validation
+
+    def _tokens(self) -> Figures:
+        largest = max(tokens.largest() for _, _, tokens in self._parts())
+        sources = [
+            {
+                "name": name,
+                "training": one.train.length,
+                "held_out": one.validation.length,
+                "dtype": one.train.dtype,
+                "about": one.line,
+            }
+            for name, one in self._streams.items()
+        ]
+        return {
+            "training": sum(one["training"] for one in sources),
+            "held_out": sum(one["held_out"] for one in sources),
+            "largest": largest,
+            "vocab": 1 + max(largest, largest_id(self._tokenizer) if self._tokenizer else -1),
+            "entries": self._tokenizer.get_vocab_size() if self._tokenizer else None,
+            "sources": sources,
+        }
+
+    def _lengths(self) -> tuple[Lengths, Figures]:
+        """Return the lengths of all documents, and how many of those to train on rows would cut."""
+        lengths = Lengths()
+        uses = []
+        for _, part, tokens in self._parts():
+            use = RowUse(self._sequence)
+            for some in lengths_in_order(tokens, self._special, self._progress):
+                lengths.add(some.tolist())
+                use.add(some)
+            if part == "training":
+                uses.append(use)
+        return lengths, {
+            "sequence": self._sequence,
+            "documents": sum(use.documents for use in uses),
+            "cut": sum(use.cut for use in uses),
+            "cut_best_fit": sum(use.longer for use in uses),
+        }
+
+    def _duplicates(self) -> Figures:
         hashes = Hashes()
-        for part in parts:
-            hash_documents(part, special, hashes, progress)
+        firsts = []
+        for name, part, tokens in self._parts():
+            firsts.append((hashes.count, name, part))
+            hash_documents(tokens, self._special, hashes, self._progress)
         found = hashes.duplicates()
-        figures["duplicates"] = _of_duplicates(found, [_place(number, use.documents) for number in found.first or ()])
+        places = []
+        for number in found.first or ():
+            first, name, part = firsts[bisect_right(firsts, number, key=lambda one: one[0]) - 1]
+            places.append({"source": name, "part": part, "document": number - first + 1})
+        return _of_duplicates(found, places)
 
 
-def _place(number: int, training: int) -> dict[str, Any]:
-    """Return the place of a document by its number from 0; the first `training` ones are to train on."""
-    if number < training:
-        return {"part": "training", "document": number + 1}
-    return {"part": "validation", "document": number - training + 1}
-
-
-def _notes(asked: Asked, sources: Sources, streams: Streams | None) -> Iterator[str]:
+def _notes(asked: Asked, found: Mapping[str, Sources], streams: Mapping[str, Streams]) -> Iterator[str]:
     """Yield what the figures do not say, and how to make them say it."""
-    if sources.training.holds_tokens:
-        if streams and not streams.special.delimits():
-            yield (
-                "no tokenizer says which token ends a document, so that documents are not told apart; give a "
-                "--data.tokenizer to see them"
-            )
-    elif not asked.own_vocab and not asked.data.tokenizer:
-        sampled = min(sample_bytes(asked.vocab), sources.training.text_size)
+    if any(not one.special.delimits() for one in streams.values()):
+        yield (
+            "no tokenizer says which token ends a document, so that documents are not told apart; give a "
+            "--data.tokenizer to see them"
+        )
+    texts = [sources.training for sources in found.values() if not sources.training.holds_tokens]
+    if texts and not asked.own_vocab and not asked.data.tokenizer:
+        sampled = min(sample_bytes(asked.vocab), sum(source.text_size for source in texts))
         yield (
             f"no tokenizer is given: by default, training makes a byte-level BPE of {asked.vocab:,} entries "
             f"(model.vocab) from {size(sampled)} of this text; give a --data.tokenizer, or the --model.vocab to train, "

@@ -42,7 +42,7 @@ def _head(figures: Mapping[str, Any]) -> Iterator[str]:
     if figures["duplicates"]:
         yield f"duplicates  {_duplicates(figures['duplicates'], documents['count'])}"
     if figures["tokens"]:
-        yield f"tokens      {_tokens(figures['tokens'], documents)}"
+        yield from _tokens(figures["tokens"], documents)
     if figures["rows"]:
         yield f"rows        {_rows(figures['rows'])}"
     yield from (f"note        {note}" for note in figures["notes"])
@@ -53,7 +53,8 @@ def _source(source: Mapping[str, Any]) -> Iterator[str]:
     forms = [_form(form, alone=len(source["forms"]) == 1) for form in source["forms"]]
     left_out = f" ({source['left_out']} left out)" if source["left_out"] else ""
     files = counted(source["files"], "file")
-    yield f"{name:<11} {source['name']}: {files}, {size(source['bytes'])}, {'; '.join(forms)}{left_out}"
+    share = f" ({100 * source['share']:.4g} % of the rows)" if source["share"] is not None else ""
+    yield f"{name:<11} {source['name']}{share}: {files}, {size(source['bytes'])}, {'; '.join(forms)}{left_out}"
 
 
 def _form(form: Mapping[str, Any], alone: bool) -> str:
@@ -87,19 +88,23 @@ def _duplicates(found: Mapping[str, Any], documents: int) -> str:
 
 
 def _place(place: Mapping[str, Any]) -> str:
-    where = place["file"] if "file" in place else f"the {place['part']} tokens"
+    where = place["file"] if "file" in place else f"the {place['part']} tokens of {place['source']}"
     return f"document {place['document']:,} of {where}"
 
 
-def _tokens(tokens: Mapping[str, Any], documents: Mapping[str, Any]) -> str:
-    words = f"{_sizes(tokens)}, {tokens['dtype']}"
+def _tokens(tokens: Mapping[str, Any], documents: Mapping[str, Any]) -> Iterator[str]:
+    words = _sizes(tokens)
     if tokens["entries"]:
         words += f", of a tokenizer with {tokens['entries']:,} entries"
     words += f"; the largest id is {tokens['largest']:,}"
     total = tokens["training"] + tokens["held_out"]
-    if documents["bytes"] and total:
+    sources = tokens["sources"]
+    of_text = documents["bytes"] and documents["bytes"]["documents"] == documents["count"]
+    if of_text and total:
         words += f"; {documents['bytes']['total'] / total:.2f} bytes of text a token"
-    return words
+    yield f"tokens      {words}"
+    if len(sources) > 1:
+        yield from (f"  {one['name']}: {_sizes(one)}" for one in sources)
 
 
 def _rows(rows: Mapping[str, Any]) -> str:
@@ -130,7 +135,7 @@ def _sample(numbered: tuple[int, Mapping[str, Any]]) -> list[str]:
     number, sample = numbered
     if "text" in sample:
         return [f"sample {number}, {_place(sample)}", sample["text"].rstrip("\n")]
-    where = f"sample {number}, the training tokens from {sample['start']:,} on"
+    where = f"sample {number}, the training tokens of {sample['source']} from {sample['start']:,} on"
     if sample["pieces"] is None:
         return [where, " ".join(map(str, sample["ids"]))]
     return [where, BORDER.join(map(_on_one_line, sample["pieces"]))]

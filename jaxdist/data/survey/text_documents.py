@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import xxhash
 from jaxdist.config import RequestError
 from jaxdist.data.progress import Pass, Progress
 from jaxdist.data.readers.reader import OnRead
-from jaxdist.data.sources import Source, Sources
+from jaxdist.data.sources import Source
 from jaxdist.data.survey.duplicates import Hashes
 from jaxdist.data.survey.lengths import Lengths
 
@@ -63,11 +64,11 @@ class TextDocuments:
     _draws: random.Random = field(default_factory=lambda: random.Random(0))
 
     @classmethod
-    def read(cls, sources: Sources, progress: Progress) -> TextDocuments:
-        """Read all documents, those that are held out too. A file that is refused does not hide what is in others."""
+    def read(cls, sources: Sequence[Source], progress: Progress) -> TextDocuments:
+        """Read all documents of these sources. A file that is refused does not hide what is in others."""
         found = cls()
-        reading = Pass(progress, "reading documents", sources.size)
-        for source in sources.all:
+        reading = Pass(progress, "reading documents", sum(source.size for source in sources))
+        for source in sources:
             for file in source.files:
                 found._files.append((found.lengths.documents, file.path))
                 try:

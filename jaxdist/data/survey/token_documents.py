@@ -16,9 +16,6 @@ from jaxdist.data.survey.duplicates import Hashes
 from jaxdist.data.tokens import CHUNK, Tokens
 from jaxdist.huggingface.special_tokens import SpecialTokens
 
-SAMPLES = 3
-"""Documents that are shown."""
-
 SHOWN = 48
 """Tokens of a document that are shown at most."""
 
@@ -65,9 +62,9 @@ class TokenSample(NamedTuple):
     """What each stands for; None without a tokenizer."""
 
 
-def samples(tokens: Tokens, special: SpecialTokens, tokenizer: Tokenizer | None) -> Iterator[TokenSample]:
-    """Yield the beginnings of documents at the start, at a third and at two thirds of the stream."""
-    starts = {_next_start(tokens, special, tokens.length * part // SAMPLES) for part in range(SAMPLES)}
+def samples(tokens: Tokens, special: SpecialTokens, tokenizer: Tokenizer | None, count: int) -> Iterator[TokenSample]:
+    """Yield the beginnings of `count` documents; of three, those at the start, a third and two thirds of the stream."""
+    starts = {_next_start(tokens, special, tokens.length * part // count) for part in range(count)}
     for start in sorted(starts):
         ids = tokens.read(start, min(start + SHOWN, tokens.length))
         ends = _borders(ids, special)
