@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxdist.api.applying import Application
 from jaxdist.api.gathering import on_host
 from jaxdist.api.means import MeanCheck
 from jaxdist.api.request import (
@@ -175,6 +177,7 @@ class Parallel:
         self._engine = engine
         self._note = note
         self._mean_check = check
+        self._application = Application(engine, model)
 
     def __repr__(self) -> str:
         """Return the number of parameters, those that are trained, the mesh, ZeRO's stage, and what it cannot split."""
@@ -231,6 +234,20 @@ class Parallel:
             found = self._engine.measure(self._engine.step.whole(state), state.variables, batches)
         assert found is not None, "there is a batch"
         return found.values
+
+    def apply(self, state: TrainState, fn: Callable[..., Any], *args: Any, train: bool = False) -> Any:
+        """Return `fn(module, *args)`, computed on the mesh: predictions, sampling, metrics of your own.
+
+        The module is sharded as in a step, and in evaluation mode unless `train`; what the call writes into it is
+        dropped. Its weights and the floats of `args` have the compute dtype. `args` are trees of arrays. Those with as
+        many rows as the first one are split by rows, if the mesh divides them, and so are such results: on one process
+        `jax.device_get` returns them whole. All others lie on every device. Compiled once for each function and shapes.
+
+        Raises `ValueError` for a state that was donated or lies on another mesh.
+        """
+        self._check_state(state)
+        with jax.set_mesh(self.mesh):
+            return self._application(fn, self._engine.step.whole(state), state.variables, args, train)
 
     def _part(self, batch: Batch, rows: slice, dims: tuple[str | None, ...]) -> Batch:
         """Return some rows of `batch` on the mesh, laid out by `dims`."""

@@ -53,13 +53,20 @@ def init(
     return auto_axes(make, out_sharding=(held, P()))(key)
 
 
-def call_on_all_rows(places: Placements, call: Call, weights: Params, variables: Params, batch: Tree) -> Outcome:
-    """Call the module as if on one device, and let XLA partition it."""
+def call_on_all_rows(
+    places: Placements,
+    call: Callable[[Params, Params, Tree], Tree],
+    weights: Params,
+    variables: Params,
+    batch: Tree,
+    out: Tree = P(),  # noqa: B008  # it cannot be changed
+) -> Any:
+    """Call the module as if on one device, and let XLA partition it; the result is laid out as the specs `out` say."""
     # The automatic partitioner does not know `reduced` weights: no gradient goes through them.
     weights = jax.tree.map(lambda p, w: reshard(w, P(*p.use.partitions)), places, weights)
     token = _GATHERS.set(True)
     try:
-        return auto_axes(call, out_sharding=P())(weights, variables, batch)
+        return auto_axes(call, out_sharding=out)(weights, variables, batch)
     finally:
         _GATHERS.reset(token)
 

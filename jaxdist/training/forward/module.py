@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.typing import DTypeLike
@@ -14,7 +15,7 @@ from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign, LossFunction, cast
 from jaxdist.parallel import foreign, placing
 from jaxdist.parallel.sink import in_use
-from jaxdist.sharding import Layout, Weighted, wide
+from jaxdist.sharding import Layout, Tree, Weighted, wide
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
 from jaxdist.training.forward.base import count_rows
 from jaxdist.training.forward.step import LOSS, Batch
@@ -61,6 +62,13 @@ class ModuleForward(AccumulatingForward[Foreign]):
     def count(self, batch: Batch) -> Int[Array, ""]:
         """Return the number of rows."""
         return count_rows(batch)
+
+    def apply(
+        self, call: Callable[[Params, Params, Tree], Tree], params: Params, variables: Params, args: Tree, out: Tree
+    ) -> Any:
+        """Return `call(weights, variables, args)` of weights in use, laid out as the specs `out` say."""
+        weights = cast(in_use(self.places, self.weights(params), None, self.stage), self.dtype)
+        return foreign.call_on_all_rows(self.places, call, weights, variables, cast(args, self.dtype), out)
 
     def loss(
         self, weights: Params, sinks: Params | None, variables: Params, parts: Batch, step: Int[Array, ""] | None

@@ -86,6 +86,13 @@ class ModulePipelineForward(StagedForward[Foreign]):
         params, _ = self.model.init(key)
         return params
 
+    def apply(
+        self, call: Callable[[Params, Params, Tree], Tree], params: Params, variables: Params, args: Tree, out: Tree
+    ) -> Any:
+        """Return `call(weights, variables, args)` of all layers at once, without a schedule, laid out as `out` says."""
+        weights = self.cast(self.unfolded(params))
+        return jax.sharding.auto_axes(call, out_sharding=out)(weights, variables, cast(args, self.dtype))
+
     def count(self, batch: Batch) -> Int[Array, ""]:
         """Return the number of rows."""
         return count_rows(batch)
