@@ -34,8 +34,8 @@ OF_OTHERS = {
 WRONG_ON_PURPOSE = {("train", "--modle.layers")}
 
 CALL = re.compile(r"(?:-m jaxdist[. ]|(?:^|\$ |&& |\| )jaxdist )([a-z].*)")
-END = re.compile(r",? (?:#|&&|\||>|;|and) |, ")
-"""What ends a command within a line."""
+END = re.compile(r",? (?:#|&&|\||>|;|and|--) |, ")
+"""What ends a command within a line; after `--` stands another program."""
 
 
 @cache
