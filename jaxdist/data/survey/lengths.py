@@ -33,6 +33,7 @@ class Lengths:
 
     def __init__(self) -> None:
         self.counts: Counter[int] = Counter()
+        """The documents of each length."""
 
     def add(self, lengths: Iterable[int]) -> None:
         """Count documents of these lengths."""

@@ -70,7 +70,7 @@ class TextDocuments:
         reading = Pass(progress, "reading documents", sum(source.size for source in sources))
         for source in sources:
             for file in source.files:
-                found._files.append((found.lengths.documents, file.path))
+                found._files.append((found.hashes.count, file.path))
                 try:
                     found._read(replace(source, files=(file,)), reading.read)
                 except RequestError as error:
@@ -103,8 +103,8 @@ class TextDocuments:
         self.empty += 1
 
     def _add(self, size: int, content: int, start: str) -> None:
-        number = self.lengths.documents
-        self.lengths.add([size])
+        number = self.hashes.count
+        self.lengths.counts[size] += 1
         self.hashes.add(content)
         # Each of n documents is kept with the same probability (Vitter 1985, algorithm R).
         slot = number if number < SAMPLES else self._draws.randrange(number + 1)
