@@ -172,6 +172,8 @@ class DataConfig(Section):
     """Fraction of path that is held out when there is no validation path."""
     text: TextTemplateText = "text"
     """Where the text of a row (JSON, Parquet, Arrow) is: a key, a.b for one inside another, or as {title}: {body}."""
+    on_error: Literal["refuse", "skip"] = "refuse"
+    """Rows without a text that can be read. refuse: name the first; skip: count them, up to 100 or one in 100."""
     dtype: IdType = "auto"
     """Type of the ids in a headerless .bin, little-endian; auto: uint32 if the content shows it, else uint16."""
     pack: Literal["cut", "best-fit"] = "cut"
@@ -180,6 +182,11 @@ class DataConfig(Section):
     """Augmentation of training images. crop: shift by up to an eighth of the size; flip: mirror half of the time."""
     prefetch: Annotated[int, Field(ge=1, le=2**10)] = 2
     """Batches that the data loader prepares ahead of the step."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether rows without a text that can be read are left out."""
+        return self.on_error == "skip"
 
 
 class TrainConfig(Section):

@@ -17,6 +17,7 @@ from jaxtyping import Int
 
 from jaxdist.config import RequestError
 from jaxdist.config.values import IdType
+from jaxdist.data import skipped
 from jaxdist.data.progress import Progress, unseen
 from jaxdist.data.rows import labelled
 from jaxdist.data.sources import TEXT, Source
@@ -91,13 +92,15 @@ def open_held_out(
     progress: Progress = unseen,
     dtype: IdType = "auto",
     text: str = TEXT,
+    skips: bool = False,
 ) -> HeldOut:
     """Return a file of any form that data.path takes as tokens of a model with `vocab` ids.
 
     Text is tokenized at the first call and later read from the cache. With `apart` the tokens know where documents end.
+    `text` and `skips` say how rows are read, as a `Source` has them.
     Raises `RequestError` for a file without text, one that is not what its name says, and text without a tokenizer.
     """
-    source = Source.of(path, text=text)
+    source = Source.of(path, text=text, skips=skips)
     if source.holds_tokens:
         opened = _open_tokens(source, given, vocab, progress, dtype)
     else:
@@ -127,9 +130,10 @@ def _open_text(source: Source, given: GivenTokenizer | None, vocab: int, apart: 
     path = source.files[0].path
     if given is None:
         raise RequestError(f"'{path}' is text, and no tokenizer is there to read it with; give its --data.tokenizer")
+    skips = ["skip"] if source.skips else []
     store = open_store(
         source,
-        lambda content: digest(VERSION, "alone", content, *identity(given), vocab, apart),
+        lambda content: digest(VERSION, "alone", content, *identity(given), vocab, apart, *skips),
         vocab,
         given,
         progress,
@@ -137,5 +141,6 @@ def _open_text(source: Source, given: GivenTokenizer | None, vocab: int, apart: 
     )
     # Where there is a BOS token, it stands at the start already.
     before = given.special.eos if given.special.bos is None else None
-    note = f"'{path}': {store.note}" if store.note else None
+    notes = [*([store.note] if store.note else []), *skipped.describe(store.facts)]
+    note = f"'{path}': {'; '.join(notes)}" if notes else None
     return HeldOut(path, store.validation, before, store.facts["bytes"], store.content, note)

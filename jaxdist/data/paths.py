@@ -97,11 +97,11 @@ def _found(config: DataConfig, knob: str) -> Sources:
     found += _pair_problems(config, training.files, held_out.files)
     if found:
         raise RequestError(*found)
-    source = _source(config.path, training, config.text) or Source.library()
+    source = _source(config.path, training, config) or Source.library()
     if not source.files:
         raise RequestError(f"'{source.name}' holds no source files of Python's library; set data.path to a text file")
     # Validation that is named is read instead of what is called so.
-    validation = _source(config.validation_path, held_out, config.text) or _source(None, by_name, config.text)
+    validation = _source(config.validation_path, held_out, config) or _source(None, by_name, config)
     return Sources(source, validation, config.validation_fraction)
 
 
@@ -112,6 +112,11 @@ def _without_effect(config: DataConfig, found: Sequence[Sources]) -> list[str]:
         problems.append(
             f"data.text is '{config.text}', but none of the data are JSON lines (.jsonl, .ndjson), Parquet or Arrow, "
             "which alone have keys; leave it out"
+        )
+    if config.skips and not any(one.keyed for sources in found for one in sources.all):
+        problems.append(
+            "data.on_error is skip, but none of the data are JSON lines (.jsonl, .ndjson), Parquet or Arrow, which "
+            "alone have rows; leave it out"
         )
     sources = found[0]
     if config.dtype != "auto" and not any(one.training.holds_tokens for one in found):
@@ -130,8 +135,8 @@ def _without_effect(config: DataConfig, found: Sequence[Sources]) -> list[str]:
 
 
 def _asked_alone(sources: Sources) -> Sources:
-    """Return one source of a mixture as it would be asked for alone: without a data.text that it has no use for."""
-    training, *others = (one if one.keyed else replace(one, text=TEXT) for one in sources.all)
+    """Return one source of a mixture as it would be asked for alone: without the knobs of rows where it has none."""
+    training, *others = (one if one.keyed else replace(one, text=TEXT, skips=False) for one in sources.all)
     return replace(sources, training=training, held_out=others[0] if others else None)
 
 
@@ -163,8 +168,10 @@ def _named(knob: str, text: str | None) -> NamedFiles:
         raise RequestError(f"{knob} '{text}' cannot be read ({error}); make it readable") from error
 
 
-def _source(name: str | None, named: NamedFiles, text: str) -> Source | None:
-    return Source.of(*named.files, name=name, left_out=named.others, text=text) if named.files else None
+def _source(name: str | None, named: NamedFiles, config: DataConfig) -> Source | None:
+    if not named.files:
+        return None
+    return Source.of(*named.files, name=name, left_out=named.others, text=config.text, skips=config.skips)
 
 
 def _problems(knob: str, text: str | None, named: NamedFiles) -> list[str]:

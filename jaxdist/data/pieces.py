@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from jaxdist.data.compressed import text_size
 from jaxdist.data.readers import reader_by_key
 from jaxdist.data.readers.reader import Document, OnRead, reading, unseen
+from jaxdist.data.skipped import Skipped
 from jaxdist.data.sources import TextFile
 from jaxdist.data.token_cache import PROGRESS
 from jaxdist.data.tokens import TokenType
@@ -81,14 +82,23 @@ class Plan:
         pieces = tuple(_cut(files, PIECE))
         return cls(tuple(files), pieces, PIECE, dtype, special, doubled, counted, tokenizer)
 
-    def documents(self, number: int, on_read: OnRead = unseen) -> Iterator[Document]:
-        """Yield the documents of a piece; `on_read` is called with the numbers of bytes as they are read."""
+    def documents(self, number: int, on_read: OnRead = unseen, rows: Skipped | None = None) -> Iterator[Document]:
+        """Yield the documents of a piece.
+
+        `on_read` is called with the numbers of bytes as they are read, and `rows` counts those that are skipped.
+        """
+        rows = rows or Skipped(self.skips)
         for file, start, stop in self._ranges(number):
-            yield from file.documents(on_read, start, stop)
+            yield from file.documents(on_read, start, stop, rows=rows)
 
     def bytes_of(self, number: int) -> int:
         """Return the bytes of the files in which a piece lies."""
         return sum((stop or file.path.stat().st_size) - start for file, start, stop in self._ranges(number))
+
+    @property
+    def skips(self) -> bool:
+        """Whether rows without a text that can be read are left out."""
+        return any(file.skips for file in self.files)
 
     def held_out(self, number: int) -> bool:
         """Return whether a piece lies in files that are held out whole; no piece lies in both kinds."""
@@ -133,9 +143,9 @@ class Plan:
         return replace(self, files=tuple(files))
 
 
-def _kind(file: TextFile) -> tuple[str, int, str, bool]:
+def _kind(file: TextFile) -> tuple[str, int, str, bool, bool]:
     """Return all that a plan says of a file, but for its path."""
-    return file.reader.key, file.block, file.text, file.held_out
+    return file.reader.key, file.block, file.text, file.held_out, file.skips
 
 
 def _cut(files: Iterable[TextFile], size: int) -> Iterator[Piece]:

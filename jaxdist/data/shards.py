@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
+from jaxdist.data import skipped
 from jaxdist.data.number_file import NumberFile
 from jaxdist.data.pieces import Plan
 from jaxdist.data.sources import is_held_out
@@ -70,6 +71,11 @@ class Shards:
                 self._piece += 1
                 self._part = 0
         return True
+
+    @property
+    def skipped(self) -> dict[str, Any]:
+        """The facts of the rows that were left out; none if there are none."""
+        return skipped.facts((part.skipped, part.first_skipped) for part in self._parts)
 
     def finish(self) -> tuple[Written, int]:
         """Name the shards for good. Return what they hold, and the bytes of text that predicted tokens stand for."""

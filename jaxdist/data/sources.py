@@ -10,6 +10,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxdist.data import skipped
 from jaxdist.data.compressed import decompressed, is_compressed, text_size
 from jaxdist.data.readers import reader_before, reader_of
 from jaxdist.data.readers.python_library import PYTHON_LIBRARY, library_files, library_folder
@@ -24,6 +25,7 @@ from jaxdist.data.readers.reader import (
     uncounted,
     unseen,
 )
+from jaxdist.data.skipped import Skipped
 from jaxdist.files import blocks, digest
 
 BLOCK_BYTES = 64 << 10
@@ -60,6 +62,8 @@ class TextFile(NamedTuple):
     """Where the text of a row is, as data.text says it."""
     held_out: bool
     """Whether the whole file is held out."""
+    skips: bool = False
+    """Whether rows without a text that can be read are left out, as data.on_error says."""
 
     def documents(
         self,
@@ -67,21 +71,34 @@ class TextFile(NamedTuple):
         start: int = 0,
         stop: int | None = None,
         on_empty: Callable[[], None] = uncounted,
+        rows: Skipped | None = None,
     ) -> Iterator[Document]:
         """Yield the documents that begin at bytes start..stop-1, which must be `places`, or its beginning and end.
 
         `on_read` is called with the numbers of bytes as they are read, and `on_empty` for each text that is empty.
-        Raises `RequestError` naming the line or byte of an error.
+        `rows` counts those that are skipped. Raises `RequestError` naming the line or byte of an error.
         """
+        rows = rows or Skipped(self.skips)
         with reading(self.path), self.path.open("rb") as file:
             file.seek(start)
             inside = None if start else decompressed(file, self.path, on_read)
             opened = OpenFile(
-                file, self.path, on_read, self.block, self.text, start=start, stop=stop, on_empty=on_empty
+                file,
+                self.path,
+                on_read,
+                self.block,
+                self.text,
+                start=start,
+                stop=stop,
+                on_empty=on_empty,
+                bad=rows.bad,
             )
             if inside:
                 opened = opened._replace(file=inside, on_read=unseen)
-            yield from self.reader.documents(opened)
+            for document in self.reader.documents(opened):
+                if self.reader.keyed:
+                    rows.good()
+                yield document
 
     def places(self, step: int) -> Iterator[int]:
         """Yield where the file may be divided, about every `step` bytes; nothing if it has to be read at once."""
@@ -102,14 +119,18 @@ class Source:
     """Which other files lie beside them, in words; empty for none."""
     text: str = TEXT
     """Where the text of a row is, as data.text says it."""
+    skips: bool = False
+    """Whether rows without a text that can be read are left out, as data.on_error says."""
     folder: Path | None = None
     """Of Python's own library, the folder below which the names of its files count."""
 
     @classmethod
-    def of(cls, *paths: Path, name: str | None = None, left_out: str = "", text: str = TEXT) -> Source:
+    def of(
+        cls, *paths: Path, name: str | None = None, left_out: str = "", text: str = TEXT, skips: bool = False
+    ) -> Source:
         """Return the source that reads these files in order. By default it is called by the first one."""
         files = tuple(DataFile(path, reader_of(path)) for path in paths)
-        return cls(name or str(paths[0]), files, left_out, text)
+        return cls(name or str(paths[0]), files, left_out, text, skips)
 
     @classmethod
     def library(cls) -> Source:
@@ -150,7 +171,7 @@ class Source:
         """Bytes of the text of all files; of compressed ones, about."""
         return sum(text_size(path) * _as_text(reader).ratio for path, reader in self.files)
 
-    def describe(self, facts: Mapping[str, int]) -> str:
+    def describe(self, facts: Mapping[str, Any]) -> str:
         """Return what the summary calls the data, from the facts of the cache that holds their tokens."""
         reader = self.files[0].reader
         if len(self.files) == 1 or self.folder:
@@ -158,7 +179,9 @@ class Source:
             words = reader.describe(Path(self.name), facts["documents"])
         else:
             words = f"{self.name}, {len(self.files):,} files, {facts['ended']:,} documents"
-        return f"{words} ({self.left_out} left out)" if self.left_out else words
+        others = [f"{self.left_out} left out"] if self.left_out else []
+        others += skipped.describe(facts)
+        return f"{words} ({'; '.join(others)})" if others else words
 
     def stamp(self) -> list[tuple[int, int]]:
         """Return the size and the time of modification of each file.
@@ -205,7 +228,7 @@ class Source:
         for path, reader in self.files:
             with reading(path):
                 _as_text(reader).check(path, self.text)
-            texts.append(TextFile(path, _as_text(reader), size, self.text, held_out))
+            texts.append(TextFile(path, _as_text(reader), size, self.text, held_out, self.skips))
         return texts
 
     def documents(
@@ -216,8 +239,9 @@ class Source:
         `fraction` is the part that will be held out; `on_read` is called with the numbers of bytes as they are read,
         and `on_empty` for each text that is empty. Raises `RequestError` naming the line or byte of an error.
         """
+        rows = Skipped(self.skips)
         for file in self.texts(fraction=fraction):
-            yield from file.documents(on_read, on_empty=on_empty)
+            yield from file.documents(on_read, on_empty=on_empty, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -274,9 +298,11 @@ class Sources:
 
         `on_read` is called with the numbers of bytes as they are read.
         """
+        # More rows than may be skipped are refused where the tokens are made.
+        rows = Skipped(self.training.skips, limited=False)
         number = 0
         for file in self.texts():
-            for document in file.documents(on_read):
+            for document in file.documents(on_read, rows=rows):
                 yield file.held_out or is_held_out(number, self.by_number), document
                 number += 1
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from jaxdist.config import DataConfig, RequestError
+from jaxdist.data import skipped
 from jaxdist.data.paths import open_sources
 from jaxdist.data.progress import Pass, Progress
 from jaxdist.data.sources import Sources
@@ -145,7 +146,9 @@ class Request:
             store.validation,
             tokenizer=store.used,
             # Tokens that differ from an earlier version's have another name.
-            fingerprint=digest(store.content, *identity(store.used), *(["once"] if note else [])),
+            fingerprint=digest(
+                store.content, *identity(store.used), *(["once"] if note else []), *skipped.identity(store.facts)
+            ),
             source=f"{sources.training.describe(store.facts)}, {sizes}",
             tokenized=self._describe_tokenizer(store.used),
             aside=f"; {note}" if note else "",
@@ -155,7 +158,8 @@ class Request:
     def _key(self, content: str) -> str:
         """Return what names all that determines the token files."""
         tokenizer, *marks = identity(self.given)
-        return digest(EARLIER if self.earlier else VERSION, content, tokenizer, self.vocab, *marks)
+        skips = ["skip"] if self.sources.training.skips else []
+        return digest(EARLIER if self.earlier else VERSION, content, tokenizer, self.vocab, *marks, *skips)
 
     def _train_tokenizer(self) -> str:
         sampling = Pass(self.progress, "reading text for the tokenizer", self.sources.size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -33,8 +33,8 @@ class Store(NamedTuple):
     """The tokenizer that made them."""
     content: str
     """The hash of the text."""
-    facts: dict[str, int]
-    """The fields of `shards.Written`, and the bytes of the text if they were counted."""
+    facts: dict[str, Any]
+    """The fields of `shards.Written`, the bytes of the text if they were counted, and the rows that were skipped."""
 
     @property
     def note(self) -> str | None:
@@ -66,7 +66,7 @@ def open_store(
     dtype = token_type(vocab)
     fraction = text.by_number if isinstance(text, Sources) else 0.0
 
-    def fill(new: Path) -> dict[str, int]:
+    def fill(new: Path) -> dict[str, Any]:
         """Tokenize the text, or continue with what a killed process has left in `new`."""
         files = text.texts()
         plan = _begun(new, files)
@@ -112,7 +112,7 @@ def _begun(folder: Path, files: Sequence[TextFile]) -> Plan | None:
         return None
 
 
-def _tokenize(folder: Path, plan: Plan, tokenizer: Tokenizer, fraction: float, encoding: Pass) -> dict[str, int]:
+def _tokenize(folder: Path, plan: Plan, tokenizer: Tokenizer, fraction: float, encoding: Pass) -> dict[str, Any]:
     """Write the pieces that are missing, and return the facts of all."""
     shards = Shards(folder, plan, fraction)
     missing = []
@@ -129,7 +129,7 @@ def _tokenize(folder: Path, plan: Plan, tokenizer: Tokenizer, fraction: float, e
     whole = shards.advance()
     assert whole, "a piece is missing"
     written, size = shards.finish()
-    return {**written._asdict(), **({"bytes": size} if plan.counted else {})}
+    return {**written._asdict(), **({"bytes": size} if plan.counted else {}), **shards.skipped}
 
 
 def token_type(vocab: int) -> TokenType:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxdist.data.pieces import PARTS_PER_PIECE, Plan
 from jaxdist.data.readers.reader import Document, OnRead, unseen
+from jaxdist.data.skipped import Skipped
 from jaxdist.data.sources import Split
 from jaxdist.data.text_bytes import TextBytes
 from jaxdist.data.tokens import TokenWriter
@@ -98,13 +99,17 @@ class Part(NamedTuple):
     """Of its files, by their names."""
     shards: dict[str, Checksum] | None = None
     """Of the files that its tokens have been put into (`data.shards`); `files` are gone then."""
+    skipped: int = 0
+    """Rows without a text that can be read, which are left out."""
+    first_skipped: str = ""
+    """What is wrong with the first of them."""
 
     @classmethod
     def read(cls, folder: Path, piece: int, part: int) -> Part | None:
         """Return a part, or None if it does not exist."""
         try:
             found = cls(**read_json(folder / PIECES / f"{part_name(piece, part)}.json", links=False))
-            numbers = (found.documents, found.own, found.ended, found.bytes, found.first)
+            numbers = (found.documents, found.own, found.ended, found.bytes, found.first, found.skipped)
             files = {**found.files, **(found.shards or {})}
             if any(type(number) is not int for number in (*numbers, *(size for size, _ in files.values()))):
                 raise ValueError("other values")
@@ -155,13 +160,18 @@ class Encoder:
     def write(self, piece: int, on_read: OnRead = unseen) -> None:
         """Write what is missing of a piece. `on_read` is called with the numbers of bytes as they are read."""
         parts = parts_of(self._folder, piece)
-        documents = self._plan.documents(piece, on_read)
+        rows = Skipped(self._plan.skips)
+        documents = self._plan.documents(piece, on_read, rows)
         for part in parts:
             collections.deque(itertools.islice(documents, part.documents), maxlen=0)
+        skipped = sum(part.skipped for part in parts)
         number = len(parts)
         ended = bool(parts) and parts[-1].last
         while not ended:
             part = self._write_part(part_name(piece, number), documents)
+            if rows.count > skipped:
+                part = part._replace(skipped=rows.count - skipped, first_skipped=rows.first)
+            skipped = rows.count
             part.write(self._folder, piece, number)
             number += 1
             ended = part.last

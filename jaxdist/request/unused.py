@@ -379,6 +379,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "data.validation_path": ALWAYS,
     "data.validation_fraction": (fraction_held_out,),
     "data.text": (text,),
+    "data.on_error": (text,),
     "data.dtype": (text,),
     "data.pack": (text,),
     "data.augment": (images,),

@@ -96,8 +96,16 @@ def on_files(trained: Trained, job: Job, stride: int | None = None) -> Judgement
 
     def read() -> None:
         for path in paths_of(data.validation_path):
-            apart = model.documents_apart
-            opened = open_held_out(path, given, model.vocab, apart, run.task.progress, data.dtype, data.text)
+            opened = open_held_out(
+                path,
+                given,
+                model.vocab,
+                model.documents_apart,
+                run.task.progress,
+                data.dtype,
+                data.text,
+                data.skips,
+            )
             files.append(opened)
 
     _read_first(trained, job, read)

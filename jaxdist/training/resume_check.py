@@ -10,6 +10,7 @@ FREE_ON_RESUME = (
     "mesh",
     "run_dir",
     "resume",
+    "data.on_error",
     "data.dtype",
     "data.prefetch",
     "model.remat",
@@ -25,7 +26,7 @@ FREE_ON_RESUME = (
     "fault",
 )
 """Keys (or whole sections) that may differ when a run is resumed: they do not change what is learned, or what they
-change is compared elsewhere (`data.dtype`, by the fingerprint of the data).
+change is compared elsewhere (`data.on_error` and `data.dtype`, by the fingerprint of the data).
 
 PipeDream's updates depend on stages and on when the pipeline is drained. There, `pipeline`, and how often a run
 validates or saves, change what is learned; with `parallel.delayed_gradients`, that and whether there are replicas."""

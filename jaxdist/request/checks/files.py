@@ -19,10 +19,12 @@ BYTE_LEVEL_VOCAB = 257
 """Fewest entries of a byte-level tokenizer: one for each byte, and the end-of-text token."""
 
 
-@check("model.family", "data.path", "data.mixture", "data.tokenizer", "data.validation_path", "data.text")
+@check(
+    "model.family", "data.path", "data.mixture", "data.tokenizer", "data.validation_path", "data.text", "data.on_error"
+)
 def _files(config: Config) -> Iterator[str]:
     data = config.data
-    named = data.path or data.mixture or data.tokenizer or data.validation_path or data.text != "text"
+    named = data.path or data.mixture or data.tokenizer or data.validation_path or data.text != "text" or data.skips
     # Images are checked when they are opened.
     if config.model.images or not named:
         return
