@@ -101,7 +101,10 @@ REQUESTS = [
     (dict(optimizer=update(same, half)), r"state m.head.bias bfloat16\[8\] of what was float32\[8\]"),
     (dict(optimizer=update(lambda grads: {"a": grads})), r"returned updates of another structure"),
     (dict(optimizer=update(same, lambda state: (state, state))), r"returned state of another structure"),
-    (dict(optimizer=optax.polyak_sgd()), r"cannot be called as update\(gradients, state, params\): .*'value'"),
+    (
+        dict(optimizer=optax.GradientTransformation(optax.sgd(0.1).init, lambda grads, state, *, own, **_: grads)),
+        r"cannot be called as update\(gradients, state, params\): .*",
+    ),
     (dict(mesh="2x2x1"), r"model=2 splits nothing: give parameters `axes`, and rules"),
     (
         dict(mesh="data=2,expert=2"),

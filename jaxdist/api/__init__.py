@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from jaxdist.api.request import (
     Precision,
     Shard,
     Zero,
+    check_gradients,
     check_no_schedule,
     check_trained,
     check_values,
@@ -39,7 +40,7 @@ from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
 from jaxdist.models.stacked import scan, stack
 from jaxdist.output.units import counted
-from jaxdist.parallel.foreign import on_shards
+from jaxdist.parallel.foreign import arguments_of, on_shards
 from jaxdist.parallel.partial_trees import part_of
 from jaxdist.parallel.placement import trained
 from jaxdist.parallel.placing import Wrt, ZeroOptions
@@ -51,7 +52,7 @@ from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.engine import Engine
 from jaxdist.training.forward.module import ModuleForward, Scope
 from jaxdist.training.forward.module_pipeline import ModulePipelineForward, check_request, staged, stages_of_module
-from jaxdist.training.forward.step import Forward, Metrics, Step, TrainState
+from jaxdist.training.forward.step import Forward, Gradients, Metrics, Step, TrainState
 
 __all__ = ["STOPPED", "Parallel", "join", "parallelize", "scan", "stack", "staged"]
 
@@ -148,10 +149,11 @@ def parallelize(
         notes.append(without_rule)
     places = trained(forward.places, forward.places)
     rule = on_shards(optimizer, places, part_of(forward.abstract, places))
-    step = Step(forward, rule, keep=precision == "mixed")
+    takes = arguments_of(optimizer, part_of(forward.abstract, places))
+    step = Step(forward, rule, keep=precision == "mixed", takes_loss="value" in takes)
     compiler_options = xla_options.options_for(device_mesh, sequence=bool(layout.sequence_parallel))
     engine = Engine(device_mesh, layout, step, compiler_options)
-    return Parallel(engine, model, accumulation, "; ".join(filter(None, notes)), check)
+    return Parallel(engine, model, accumulation, "; ".join(filter(None, notes)), check, takes)
 
 
 def _note_unsplit(layout: Layout, forward: Forward, split: Params) -> str:
@@ -165,10 +167,19 @@ def _note_unsplit(layout: Layout, forward: Forward, split: Params) -> str:
 class Parallel:
     """A module, its loss and its optimizer on a mesh. Made by `parallelize`."""
 
-    def __init__(self, engine: Engine, model: Foreign, accumulation: int, note: str, check: MeanCheck | None):
+    def __init__(
+        self,
+        engine: Engine,
+        model: Foreign,
+        accumulation: int,
+        note: str,
+        check: MeanCheck | None,
+        takes: tuple[str, ...],
+    ):
         """`note` says which parameters ZeRO leaves whole, and which names no rule splits; or it is empty.
 
-        `check` looks at the first batches; None for a pipeline, whose head returns a mean over rows.
+        `check` looks at the first batches; None for a pipeline, whose head returns a mean over rows. `takes` are
+        the further arguments that the optimizer's update must have.
         """
         self.mesh = engine.mesh
         self.layout = engine.layout
@@ -177,6 +188,8 @@ class Parallel:
         self._engine = engine
         self._note = note
         self._mean_check = check
+        self._takes = takes
+        self._differentiating: dict[LossFunction, Engine] = {}
         self._application = Application(engine, model)
 
     def __repr__(self) -> str:
@@ -205,11 +218,62 @@ class Parallel:
         `ValueError` for a batch that does not divide, and for a state that was donated or lies on another mesh.
         """
         self._check_state(state)
+        self._check_arguments({"value"})
         batch = self._checked(batch)
         if self._mean_check is not None:
             self._mean_check.look(batch)
         with jax.set_mesh(self.mesh):
             return self._engine.train(state, self._engine.micro_batches(batch, self.accumulation))
+
+    def gradients(self, state: TrainState, batch: Batch, loss_fn: LossFunction | None = None) -> Gradients:
+        """Return loss and gradients of `batch`, over all micro-batches and devices: the first half of a step.
+
+        `loss_fn` takes the place of the trainer's, for loops with several losses; give the same function each time.
+        The state stays as it is. Raises `ValueError` for what `step` refuses, and on a mesh with a pipeline for a
+        `loss_fn`.
+        """
+        self._check_state(state)
+        batch = self._checked(batch)
+        if loss_fn is None and self._mean_check is not None:
+            self._mean_check.look(batch)
+        engine = self._engine if loss_fn is None else self._engine_for(loss_fn)
+        with jax.set_mesh(self.mesh):
+            return engine.differentiate(state, engine.micro_batches(batch, self.accumulation))
+
+    def update(self, state: TrainState, gradients: Gradients, **extra: Any) -> tuple[TrainState, Metrics]:
+        """Take a step with what `gradients` returned: the second half of a step, with its bits. `state` is donated.
+
+        `gradients._replace(grads=tree)` has others, such as sums of those of several losses. `extra` are further
+        arguments of the optimizer's update, arrays and functions, such as `grad` and `value_fn` of a line search; where
+        it needs `value` and gets none, that is the loss. Raises `ValueError` for gradients of other shapes, and where
+        an argument is missing.
+        """
+        self._check_state(state)
+        check_gradients(gradients, state.params)
+        self._check_arguments({*extra, "value"})
+        arrays = {name: value for name, value in extra.items() if not callable(value)}
+        functions = tuple((name, value) for name, value in extra.items() if callable(value))
+        with jax.set_mesh(self.mesh):
+            return self._engine.update(state, gradients, arrays, functions)
+
+    def _engine_for(self, loss_fn: LossFunction) -> Engine:
+        """Return the engine whose steps have another loss function."""
+        forward = self._engine.step.forward
+        if not isinstance(forward, ModuleForward):
+            raise ValueError("a pipeline has the loss of jaxdist.staged alone; give gradients no loss_fn")
+        if loss_fn not in self._differentiating:
+            foreign.check_call("loss_fn", loss_fn, ("module", "batch"))
+            self._differentiating[loss_fn] = self._engine.with_forward(forward.with_loss(loss_fn))
+        return self._differentiating[loss_fn]
+
+    def _check_arguments(self, given: Container[str]) -> None:
+        """Raise `ValueError` where the optimizer's update needs other arguments than those that are given."""
+        missing = [name for name in self._takes if name not in given]
+        if missing:
+            raise ValueError(
+                f"the optimizer's update needs {' and '.join(missing)}, which step does not know; call gradients, and "
+                f"then update(state, gradients, {', '.join(f'{name}=...' for name in missing)})"
+            )
 
     def evaluate(self, state: TrainState, batch: Batch) -> dict[str, float]:
         """Return `loss` and the further means over the rows of `batch`, with the module in evaluation mode.

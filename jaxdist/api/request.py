@@ -18,7 +18,7 @@ from jaxdist.parallel.placing import Wrt, group, is_axes
 from jaxdist.planning import layout_notes, parameter_layout
 from jaxdist.sharding import BATCH, LAYERS, STAGES, STEERED, Layout, LogicalAxes, Rules, Tree, name_of, named
 from jaxdist.training.forward.module import Scope
-from jaxdist.training.forward.step import Forward
+from jaxdist.training.forward.step import Forward, Gradients
 
 Batch = Tree
 """A tree of arrays that share their leading dim, the rows: of NumPy, or global ones of JAX."""
@@ -76,6 +76,21 @@ def check_trained(model: Foreign, wrt: Wrt | None) -> None:
         raise ValueError(
             f"wrt is false for all {len(names)} parameters ({', '.join(names[:LISTED])}, ...); choose one to train"
         )
+
+
+def check_gradients(gradients: Any, params: Params) -> None:
+    """Raise `ValueError` for what `gradients` has not returned, and for other shapes than those of `params`."""
+    if not isinstance(gradients, Gradients):
+        kind = type(gradients).__name__
+        raise ValueError(f"gradients is {kind}; give what gradients(state, batch) returned, or its _replace(grads=...)")
+    wanted = {name: np.shape(a) for name, a in named(params).items()}
+    given = {name: np.shape(a) for name, a in named(gradients.grads).items()}
+    wrong = sorted(name for name in {*wanted, *given} if wanted.get(name) != given.get(name))
+    if wrong:
+        name = wrong[0]
+        has = f"has the shape {given[name]}" if name in given else "is missing"
+        asked = f"the parameter has {wanted[name]}" if name in wanted else "no parameter of this name is trained"
+        raise ValueError(f"the gradient of {name} {has}, and {asked}; change the values of grads alone")
 
 
 def _check_choice(name: str, value: Any, valid: tuple) -> None:

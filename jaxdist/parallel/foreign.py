@@ -11,7 +11,7 @@ looks across them, except through collectives over the axes of the batch by name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal
@@ -246,7 +246,7 @@ def _is_key(a: jax.Array) -> bool:
 
 def on_shards(
     optimizer: optax.GradientTransformation, places: Placements, abstract: Params
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Wrap an update rule that knows nothing of the mesh; its state for a parameter lies as the parameter does.
 
     Gradients reach the rule in the dtype of their parameters, as on one device. Raises `ValueError` for an `optimizer`
@@ -255,59 +255,74 @@ def on_shards(
     _check_optimizer(optimizer, abstract)
     held = jax.tree.map(lambda p: p.held, places)
     specs = _specs_of_state(optimizer, abstract, held)
+    rule = optax.with_extra_args_support(optimizer)
 
-    def update(updates: Tree, state: Tree, params: Tree = None, **further: Any) -> tuple[Tree, Tree]:
-        def call(grads: Params, state: Tree, params: Params | None) -> tuple[Tree, Tree]:
-            return optimizer.update(grads, state, params, **further)
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        arrays = {name: value for name, value in extra.items() if not callable(value)}
+        functions = {name: value for name, value in extra.items() if callable(value)}
+
+        def call(grads: Params, state: Tree, params: Params | None, arrays: dict[str, Any]) -> tuple[Tree, Tree]:
+            return rule.update(grads, state, params, **arrays, **functions)
 
         grads = jax.tree.map(lambda g, a: g.astype(a.dtype), updates, abstract)
-        return auto_axes(call, out_sharding=(held, specs))(grads, state, params)
+        return auto_axes(call, out_sharding=(held, specs))(grads, state, params, arrays)
 
-    return optax.GradientTransformation(auto_axes(optimizer.init, out_sharding=specs), update)
+    return optax.GradientTransformationExtraArgs(auto_axes(optimizer.init, out_sharding=specs), update)
+
+
+def arguments_of(optimizer: optax.GradientTransformation, abstract: Params) -> tuple[str, ...]:
+    """Return the further arguments without which the update of an optimizer cannot be called, of those that optax has.
+
+    Raises `ValueError` for one that cannot be called with them either.
+    """
+    state = jax.eval_shape(optimizer.init, abstract)
+    first: TypeError | None = None
+    for names in ((), ("value",), ("value", "grad", "value_fn")):
+        try:
+            jax.eval_shape(partial(_try_update, optimizer, names), abstract, state, abstract)
+        except TypeError as error:
+            first = first or error
+        else:
+            return names
+    raise ValueError(f"the optimizer cannot be called as update(gradients, state, params): {first}") from first
+
+
+def _try_update(
+    optimizer: optax.GradientTransformation, names: tuple[str, ...], grads: Params, state: Tree, params: Params
+) -> Any:
+    """Call an update with further arguments of these names, for the shapes of its results."""
+
+    def value(params: Params) -> jax.Array:
+        return jnp.asarray(optax.tree.sum(params), jnp.float32)
+
+    extra = {"value": jnp.zeros(()), "grad": grads, "value_fn": value}
+    # Not a rule that optax has wrapped: it would let any further argument pass.
+    return optimizer.update(grads, state, params, **{name: extra[name] for name in names})
 
 
 def _specs_of_state(optimizer: optax.GradientTransformation, abstract: Params, held: Params) -> Tree:
-    """Return the specs of the state, where what is kept of a parameter lies as `held` says of the parameter."""
-    state = jax.eval_shape(optimizer.init, abstract)
-    try:
-        return optax.tree.map_params(
-            optimizer,
-            _spec_of_state,
-            state,
-            abstract,
-            held,
-            transform_non_params=lambda _: P(),
-            is_leaf=_is_masked,
-        )
-    except ValueError:
-        # Optax cannot find what is kept of a parameter if it is several arrays, as in `optax.sm3`: its path tells.
-        of_parameters = [
-            (path, a, spec)
-            for (path, a), spec in zip(jax.tree.leaves_with_path(abstract), jax.tree.leaves(held), strict=True)
-        ]
-        return jax.tree.map_with_path(partial(_spec_by_path, of_parameters), state)
+    """Return the specs of the state, where what is kept of a parameter lies as `held` says of the parameter.
 
+    An array is kept of the parameter in whose place in a tree it is; optax's own way, placeholders in the place of
+    parameters, does not work for all rules.
+    """
+    places = [path for path, _ in jax.tree.leaves_with_path(abstract)]
+    parameters = list(zip(places, jax.tree.leaves(abstract), jax.tree.leaves(held), strict=True))
+    # A name may end another one: the longest is meant.
+    parameters.sort(key=lambda parameter: len(parameter[0]), reverse=True)
 
-def _spec_by_path(of_parameters: Sequence[tuple[tuple[Any, ...], Any, P]], path: tuple[Any, ...], kept: Any) -> P:
-    """Return the spec of the parameter of the same shape in whose place in a tree the array `kept` is, or `P()`."""
-    for place, parameter, spec in of_parameters:
-        if path[-len(place) :] == place and kept.shape == parameter.shape:
-            return spec
-    return P()
+    def spec_of(path: tuple[Any, ...], kept: Any) -> P:
+        for place, parameter, spec in parameters:
+            if path[-len(place) :] != place:
+                continue
+            # A history of several steps has a dim before those of the parameter.
+            further = kept.ndim - parameter.ndim
+            if further >= 0 and kept.shape[further:] == parameter.shape:
+                return P(*(None,) * further, *spec.partitions)
+            return P()
+        return P()
 
-
-def _is_masked(kept: Any) -> bool:
-    """Return whether a part of the rule keeps nothing of a parameter."""
-    return isinstance(kept, optax.MaskedNode)
-
-
-def _spec_of_state(kept: Any, parameter: Any, spec: P) -> Any:
-    """Return the spec of the state kept of one parameter, which lies as `spec` says."""
-    if _is_masked(kept):
-        return kept
-    if kept.shape == parameter.shape:
-        return spec
-    return P()
+    return jax.tree.map_with_path(spec_of, jax.eval_shape(optimizer.init, abstract))
 
 
 def _check_optimizer(optimizer: Any, abstract: Params) -> None:
@@ -323,10 +338,8 @@ def _check_optimizer(optimizer: Any, abstract: Params) -> None:
             f"nnx.Optimizer"
         )
     state = jax.eval_shape(optimizer.init, abstract)
-    try:
-        returned = jax.eval_shape(optimizer.update, abstract, state, abstract)
-    except TypeError as error:
-        raise ValueError(f"the optimizer cannot be called as update(gradients, state, params): {error}") from error
+    names = arguments_of(optimizer, abstract)
+    returned = jax.eval_shape(partial(_try_update, optimizer, names), abstract, state, abstract)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise ValueError(
             f"the optimizer's update returned {type(returned).__name__}; return a pair (updates, state), as optax does"

@@ -5,6 +5,7 @@ Call all of it under `jax.set_mesh` of that mesh.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from jaxdist.planning.branch_check import across_ranks
 from jaxdist.planning.compiled import text_of
 from jaxdist.sharding import BATCH, Layout, Tree, Weighted, on_devices
 from jaxdist.training.forward.pipeline import PipelineForward
-from jaxdist.training.forward.step import Batch, Step, TrainState
+from jaxdist.training.forward.step import Batch, Forward, Gradients, Metrics, Step, TrainState
 
 
 class Means(NamedTuple):
@@ -99,10 +100,35 @@ class Engine:
         params, _ = self.step.forward.init(key)
         return trained(self.step.forward.places, params)
 
+    def with_forward(self, forward: Forward) -> Engine:
+        """Return an engine that differs in the forward pass alone, and takes the same state."""
+        step = copy.copy(self.step)
+        step.forward = forward
+        return Engine(self.mesh, self.layout, step, self.compiler_options, self.seed)
+
     @cached_property
     def train(self) -> Any:
         """The train step, a jitted function to which its state is donated."""
         return jax.jit(self.step.train, donate_argnums=0, compiler_options=self.compiler_options)
+
+    @cached_property
+    def differentiate(self) -> Any:
+        """The first half of a step, jitted: the gradients of a batch."""
+        return jax.jit(self.step.differentiate, compiler_options=self.compiler_options)
+
+    @cached_property
+    def update(self) -> Any:
+        """The second half of a step, a jitted function to which its state is donated.
+
+        Its last argument are functions, as pairs of a name and the function.
+        """
+
+        def update(
+            state: TrainState, gradients: Gradients, arrays: dict[str, Any], functions: tuple[tuple[str, Any], ...]
+        ) -> tuple[TrainState, Metrics]:
+            return self.step.update(state, gradients, {**arrays, **dict(functions)})
+
+        return jax.jit(update, donate_argnums=0, static_argnums=3, compiler_options=self.compiler_options)
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Return the train step for a batch of these shapes and shardings, ready to be compiled.

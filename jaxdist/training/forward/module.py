@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -54,6 +55,12 @@ class ModuleForward(AccumulatingForward[Foreign]):
         assert zero.summed == (scope != "batch")
         stacks = not zero.summed and zero.stage == 3 and set(dict(layout.axes)) <= set(BATCH_AXES)
         self.places = placing.placements(layout, model.axes, model.abstract, zero, stacks)
+
+    def with_loss(self, loss_fn: LossFunction) -> ModuleForward:
+        """Return the forward pass of another loss function, of the same module laid out alike."""
+        other = copy.copy(self)
+        other.loss_fn = loss_fn
+        return other
 
     def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
         """Return (parameters at rest, variables)."""

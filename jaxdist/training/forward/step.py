@@ -9,9 +9,10 @@ their f32 masters, while gradients are accumulated and updates are made in f32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import NamedTuple, Protocol, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,20 @@ class Metrics(NamedTuple):
     skipped_in_a_row: Int[Array, ""]
     further: Further
     """Means that the model's loss function returns beside the loss."""
+
+
+class Gradients(NamedTuple):
+    """What a step computes of a batch before its update, over all micro-batches and devices; it lies on the devices."""
+
+    grads: Grads
+    """The gradient of the mean loss by each parameter that is trained, in f32; it lies as the parameters do."""
+    loss: Float[Array, ""]
+    count: Int[Array, ""]  # type: ignore[assignment]  # as in `Metrics`
+    """What the loss is a mean over."""
+    variables: Params
+    """The variables after the batch."""
+    further: Further
+    """Means that the loss function returns beside the loss."""
 
 
 class Forward(Protocol):
@@ -167,15 +182,17 @@ class Step:
         offload: bool = False,
         crossing: Crossing | None = None,
         saves_frozen: bool = True,
+        takes_loss: bool = False,
     ):
         """Join a model's forward pass with its optimizer; gradients are clipped to the global norm `max_norm` (0: not).
 
         `keep` keeps the weights in the compute dtype between steps, beside their f32 masters. `offload` lets the
         optimizer state, and such masters, rest in the host's memory. `crossing` is how gradients cross
         the replicas; None for exact sums. `saves_frozen`: a checkpoint holds the frozen parameters too, which otherwise
-        come from where they came from.
+        come from where they came from. `takes_loss`: the optimizer's update has an argument `value`, the loss.
         """
         self.forward = forward
+        self.takes_loss = takes_loss
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.keep = keep
@@ -296,10 +313,37 @@ class Step:
         grads, crossing = self.crossing.add_up(self.differentiated, sums, state.crossing, state.step)
         aux = jax.tree.map(zero.cross, self.forward.aux_places, aux)
         further = further | self.forward.reported(aux, batch)
-        updated, norm = self.updated(state._replace(crossing=crossing), grads, aux)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        state = self.settled(state, updated._replace(variables=variables), finite)
-        metrics = Metrics(loss, norm, count, state.skipped, state.skipped_in_a_row, further)
+        gradients = Gradients(grads, loss, count, variables, further)
+        extra = {"value": loss} if self.takes_loss else {}
+        return self.taken(state, state._replace(crossing=crossing), gradients, aux, extra)
+
+    def differentiate(self, state: TrainState, batch: Batch) -> Gradients:
+        """Return the gradients that a step takes with `batch`; a model whose layers steer parameters has no such part.
+
+        Gradients cross the replicas exactly.
+        """
+        state = to_device(state)
+        found = self.gradients(self.weights_of(state), state.variables, batch, state.step)
+        loss, grads, count, variables, further = found
+        return Gradients(grads, loss, count, variables, further)
+
+    def update(self, state: TrainState, gradients: Gradients, extra: dict[str, Any]) -> tuple[TrainState, Metrics]:
+        """Take a step with these gradients; `extra` are further arguments of the optimizer's update."""
+        state = to_device(state)
+        if self.takes_loss:
+            extra = {"value": gradients.loss, **extra}
+        state, metrics = self.taken(state, state, gradients, {}, extra)
+        return self.at_rest(state), metrics
+
+    def taken(
+        self, state: TrainState, crossed: TrainState, gradients: Gradients, aux: Aux, extra: dict[str, Any]
+    ) -> tuple[TrainState, Metrics]:
+        """Return `state` after a step; `crossed` is the same state after its gradients have crossed the replicas."""
+        updated, norm = self.updated(crossed, gradients.grads, aux, extra)
+        finite = jnp.isfinite(gradients.loss) & jnp.isfinite(norm)
+        state = self.settled(state, updated._replace(variables=gradients.variables), finite)
+        skipped = state.skipped, state.skipped_in_a_row
+        metrics = Metrics(gradients.loss, norm, gradients.count, *skipped, gradients.further)
         return state._replace(step=state.step + 1), metrics
 
     def weights_of(self, state: TrainState) -> Params:
@@ -309,11 +353,17 @@ class Step:
         assert state.weights is not None
         return joined(state.weights, self.forward.weights(state.frozen)) if state.frozen else state.weights
 
-    def updated(self, state: TrainState, grads: Grads, aux: Aux) -> tuple[TrainState, Float[Array, ""]]:
-        """Return (the state after the update by a gradient and aux, the norm of the gradient before clipping)."""
+    def updated(
+        self, state: TrainState, grads: Grads, aux: Aux, extra: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[TrainState, Float[Array, ""]]:
+        """Return (the state after the update by a gradient and aux, the norm of the gradient before clipping).
+
+        `extra` are further arguments of the optimizer's update.
+        """
         norm = optax.tree.norm(grads)
         learning = part_of(state.params, grads)
-        updates, optimizer = self.optimizer.update(clip(grads, norm, self.max_norm), state.optimizer, learning)
+        rule = optax.with_extra_args_support(self.optimizer)
+        updates, optimizer = rule.update(clip(grads, norm, self.max_norm), state.optimizer, learning, **extra)
         params = joined(state.params, cast(Params, optax.apply_updates(learning, updates)))
         return state._replace(params=self.forward.steered(params, aux), optimizer=optimizer), norm
 
