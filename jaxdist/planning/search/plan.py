@@ -53,6 +53,7 @@ class Plan:
     columns: Columns
     rough_memory: np.ndarray
     rough_seconds: np.ndarray
+    """Infinite for candidates that the rough memory rejects."""
     looked_at: tuple[Estimate, ...] = ()
     """The candidates that were predicted exactly: the fastest in the rough estimate, whether they fit or not."""
 
@@ -95,8 +96,9 @@ class Plan:
     def rejected(self) -> Counter[str]:
         """The number of rejected candidates by reason: `memory`, or `slower`."""
         # Candidates that were predicted and fit are not rejected, though not all of them are ranked.
-        too_large = int(np.sum(self.rough_memory > ROOM * self.cluster.memory))
-        slower = len(self.rough_memory) - too_large - len(self.looked_at)
+        may_fit = int(np.isfinite(self.rough_seconds).sum())
+        too_large = len(self.rough_seconds) - may_fit
+        slower = may_fit - len(self.looked_at)
         unfit = sum(not candidate.fits for candidate in self.looked_at)
         return Counter({"memory": too_large + unfit, "slower": slower})
 
@@ -115,7 +117,11 @@ def search(config: Config, devices: int, cluster: Cluster) -> Plan:
         raise RequestError(advice.no_mesh(config, devices, cluster))
     columns = candidates(config, shapes, cluster.sites(devices))
     screen = Screen(config, model, cluster, columns)
-    plan = Plan(config, devices, cluster, model, columns, screen.memory(), screen.seconds())
+    memory = screen.memory()
+    may_fit = np.flatnonzero(memory <= ROOM * cluster.memory)
+    seconds = np.full(len(memory), np.inf)
+    seconds[may_fit] = screen.of(may_fit).seconds()
+    plan = Plan(config, devices, cluster, model, columns, memory, seconds)
     plan = replace(plan, looked_at=tuple(_predict_best(plan)))
     if not plan.ranked:
         refused = [candidate.refused for candidate in plan.looked_at if candidate.refused]
@@ -149,7 +155,7 @@ def check_covered(config: Config) -> None:
 def _predict_best(plan: Plan) -> list[Estimate]:
     """Predict the fastest candidates of the rough estimate until enough fit; if none does, the smallest ones too."""
     found: list[Estimate] = []
-    order = best(plan.rough_seconds, plan.rough_memory <= ROOM * plan.cluster.memory, MOST_PREDICTED)
+    order = best(plan.rough_seconds, MOST_PREDICTED)
     for start in range(0, len(order), BLOCK):
         found += [plan.predicted(row) for row in order[start : start + BLOCK]]
         if sum(candidate.fits for candidate in found) >= ENOUGH_FIT:

@@ -14,7 +14,7 @@ from jaxdist.output import units
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.search.candidates import MESH, problems, why_not_planned
 from jaxdist.planning.search.estimate import Estimate, label
-from jaxdist.planning.search.plan import BLOCK, ROOM, TIE, Plan, complexity, search
+from jaxdist.planning.search.plan import BLOCK, TIE, Plan, complexity, search
 
 LEAST = 4
 """Candidates that are predicted exactly to find the least memory of a mesh."""
@@ -115,7 +115,7 @@ def rows_of(plan: Plan, shape: MeshShape) -> np.ndarray:
 def _fastest(plan: Plan, rows: np.ndarray) -> Estimate | None:
     """Return the fastest of these candidates that fits, or None."""
     order = rows[np.argsort(plan.rough_seconds[rows], kind="stable")]
-    allowed = [row for row in order if plan.rough_memory[row] <= ROOM * plan.cluster.memory][:BLOCK]
+    allowed = [row for row in order if np.isfinite(plan.rough_seconds[row])][:BLOCK]
     predicted = (plan.predicted(row) for row in allowed)
     fitting = [candidate for candidate in predicted if candidate.fits]
     return min(fitting, key=lambda candidate: candidate.seconds, default=None)

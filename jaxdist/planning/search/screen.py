@@ -37,7 +37,7 @@ from jaxdist.planning.search.estimate import (
 )
 from jaxdist.planning.search.products import matmul_rate
 from jaxdist.planning.search.screen_sizes import SAVED
-from jaxdist.planning.search.screen_steps import Steps
+from jaxdist.planning.search.screen_steps import CHOICES, Steps
 from jaxdist.planning.step_bytes import Elements
 from jaxdist.planning.transfer_time import exposed
 from jaxdist.sharding import RESIDUAL, RULES, Layout
@@ -52,9 +52,12 @@ class Screen(Steps):
 
     def memory(self) -> Column:
         """Return the bytes that each candidate needs on one device."""
-        # What the state reads has few distinct rows. Activations read nearly all columns, but each of their terms few.
         few, kinds = self.distinct("mesh", "zero", "micro", "virtual")
-        return (few._states() + few._gradients_and_weights())[kinds] + self._activations()
+        states = (few._states() + few._gradients_and_weights())[kinds]
+        # The buffers of a pipeline do not depend on ZeRO's stage.
+        zero = np.where(self.staged, 0, self.columns["zero"])
+        few, kinds = self.having(zero=zero).distinct(*CHOICES, "mesh", "micro", "virtual")
+        return states + few._activations()[kinds]
 
     def seconds(self) -> Column:
         """Return the seconds of a step of each candidate."""
@@ -263,11 +266,11 @@ def _bubble_over_work(name: str, S: int, M: int, v: int) -> float:
     return bubble / (M * (times.F + times.B))
 
 
-def best(score: Column, fits: Column, count: int) -> list[int]:
-    """Return the indices of the `count` rows with the lowest score among those that fit, lowest first.
+def best(score: Column, count: int) -> list[int]:
+    """Return the indices of the `count` rows with the lowest score, lowest first, without infinite ones.
 
-    Ties keep the order of the rows; there are fewer than `count` if fewer fit.
+    Ties keep the order of the rows; there are fewer than `count` if fewer are finite.
     """
-    allowed = np.flatnonzero(fits)
+    allowed = np.flatnonzero(np.isfinite(score))
     order = np.argsort(score[allowed], kind="stable")[:count]
     return allowed[order].tolist()

@@ -77,13 +77,20 @@ class Steps(Sizes):
         examples, kinds = distinct_rows(*(self.columns[name] for name in names))
         if "mesh" in names:
             names = (*names, *MESH)
-        columns = {name: self.columns[name][examples] for name in names}
-        return replace(self, columns=columns), kinds
+        columns = {name: self.columns[name] for name in names}
+        return replace(self, columns=columns).of(examples), kinds
+
+    def having(self, **columns: Column) -> Self:
+        """Return the candidates with these columns in the place of their own."""
+        return replace(self, columns=self.columns | columns)
+
+    def of(self, rows: np.ndarray) -> Self:
+        """Return the candidates with these indices."""
+        return replace(self, columns={name: column[rows] for name, column in self.columns.items()})
 
     def _with(self, **columns: Column) -> Self:
         """Return the candidates with other columns, and with one schedule for all that run the same slots."""
-        schedule = PLAIN[self.columns["schedule"]]
-        return replace(self, columns=self.columns | {"schedule": schedule} | columns)
+        return self.having(schedule=PLAIN[self.columns["schedule"]], **columns)
 
     def _seconds(self, described: Callable[[Self], Iterator[Transfer]], *choices: str) -> tuple[Column, Column]:
         """Return the exposed and the overlapping seconds of the transfers that are `described`.
@@ -96,7 +103,7 @@ class Steps(Sizes):
         examples, alike = distinct_rows(few.staged.astype(int), *(few._choice(name) for name in choices))
         for number in range(len(examples)):
             rows = np.flatnonzero(alike == number)
-            group = replace(few, columns={name: column[rows] for name, column in few.columns.items()})
+            group = few.of(rows)
             shape = dict.fromkeys(AXES, 1) | {axis: group.columns[axis] for axis in MESH}
             found = communication(group.step, described(group), shape, self.cluster)
             exposed[rows] = sum(found.exposed.values())
