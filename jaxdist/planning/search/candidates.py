@@ -90,12 +90,12 @@ def meshes(config: Config, devices: int) -> list[MeshShape]:
         if config.train.global_batch_size % ranks:
             continue
         for expert in expert_sizes(config, ranks):
-            for data in divisors(ranks // expert):
-                replica = ranks // expert // data
-                sizes = (replica, data, expert, context, model, pipeline)
-                shape = dict.fromkeys(AXES, 1) | dict(zip(MESH, sizes, strict=True))
-                if not _mesh_problems(neutral, shape):
-                    found.append(shape)
+            beside = ranks // expert
+            sizes = (1, beside, expert, context, model, pipeline)
+            shape = dict.fromkeys(AXES, 1) | dict(zip(MESH, sizes, strict=True))
+            # The model divides or not, whichever of these ranks are replicas.
+            if not _mesh_problems(neutral, shape):
+                found += [shape | {REPLICA: beside // data, DATA: data} for data in divisors(beside)]
     return found
 
 
