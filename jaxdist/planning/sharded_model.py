@@ -51,6 +51,8 @@ class ShardedModel:
             places = placements(self.layout, self.model.axes, self.model.abstract, zero)
             return lay_out(self.layout, self.model.axes, self.model.abstract, places)
         stages = self.pipe.stages if self.pipe else None
+        # From stage 1 on, parameters lie alike: the stages differ in when these move.
+        zero = replace(zero, stage=min(zero.stage, 1))
         return _of_decoder(self.model, self.layout, stages, zero, frozen.forward_only(self.config))
 
     @cached_property
