@@ -35,8 +35,10 @@ class Sent(NamedTuple):
 class Correction(Habit):
     """A habit that changes how often something is sent."""
 
+    what: tuple[str, ...]
+    """How `Transfer.what` begins of what it may concern."""
     calls: Callable[[Sent], Count]
-    """How often XLA sends it: as often as theory says where the habit does not concern it."""
+    """How often XLA sends such a transfer: as often as theory says where the habit does not concern it."""
 
 
 def in_force(layout: Layout, jax: str = PREDICTED) -> list[Correction]:
@@ -48,6 +50,8 @@ def corrected(sent: Sent, corrections: Iterable[Correction]) -> Transfer:
     """Return a transfer as XLA sends it."""
     for correction in corrections:
         transfer = sent.transfer
+        if not transfer.what.startswith(correction.what):
+            continue
         calls = correction.calls(sent)
         if calls != transfer.calls:
             elements = transfer.elements * calls // transfer.calls
@@ -55,38 +59,38 @@ def corrected(sent: Sent, corrections: Iterable[Correction]) -> Transfer:
     return sent.transfer
 
 
-def _is_in_no_loop(sent: Sent, what: str) -> bool:
-    """Return whether it is a transfer of the weights or the gradients of what no loop over layers runs."""
+def _is_in_no_loop(sent: Sent) -> bool:
+    """Return whether it is a transfer of a parameter that no loop over layers runs."""
     p = sent.parameter
-    return p is not None and p.layers == 1 and not sent.step.pipe and sent.transfer.what.startswith(what)
+    return p is not None and p.layers == 1 and not sent.step.pipe
 
 
 def _of_an_only_layer(sent: Sent) -> Count:
-    if _is_in_no_loop(sent, WEIGHTS):
+    if _is_in_no_loop(sent):
         return min(sent.transfer.calls, sent.step.runs.loops.forward)
     return sent.transfer.calls
 
 
 def _once_for_all_groups(sent: Sent) -> Count:
-    return 1 if _is_in_no_loop(sent, WEIGHTS) else sent.transfer.calls
+    return 1 if _is_in_no_loop(sent) else sent.transfer.calls
 
 
 def _behind_the_sum_of_groups(sent: Sent) -> Count:
-    adds_up = sent.transfer.kind == ALL_REDUCE and _is_in_no_loop(sent, GRADIENTS)
+    adds_up = sent.transfer.kind == ALL_REDUCE and _is_in_no_loop(sent)
     if adds_up and sent.parameter and sent.parameter.place.deal is None:
         return 1
     return sent.transfer.calls
 
 
 def _layers_in_no_loop(sent: Sent) -> int:
-    """Return how many layers of a rank no loop runs, if it is a transfer of weights that are gathered there (stage 3).
+    """Return how many layers of a rank no loop runs, if it is of a parameter that is gathered there (stage 3).
 
     A turn of the loop over a chunk's layers runs a period of kinds. A loop of a single turn is none, and what is left
     over of a period is in none.
     """
     step = sent.step
     p = sent.parameter
-    if p is None or not p.stacked or not step.pipe or not sent.transfer.what.startswith(WEIGHTS):
+    if p is None or not p.stacked or not step.pipe:
         return 0
     stages = step.pipe.stages
     if stages.virtual > 1 or not step.pipe.flush or step.config.parallel.zero != 3:
@@ -119,18 +123,17 @@ def _once_for_segments_of_a_tick(sent: Sent) -> Count:
 
 def _without_the_last_message(sent: Sent) -> Count:
     pipe = sent.step.pipe
-    slots = [slot for slot, what in BETWEEN_STAGES.items() if what == sent.transfer.what]
-    if pipe is None or not pipe.flush or not slots:
+    if pipe is None or not pipe.flush:
         return sent.transfer.calls
-    first, end, _ = [segment for segment in pipe.table.segments if slots[0] in segment[2]][-1]
+    (slot,) = (slot for slot, what in BETWEEN_STAGES.items() if what == sent.transfer.what)
+    first, end, _ = [segment for segment in pipe.table.segments if slot in segment[2]][-1]
     return sent.transfer.calls - int(end - first == 1)
 
 
 def _without_what_no_stage_looks_up(sent: Sent) -> Count:
     pipe = sent.step.pipe
     transfer = sent.transfer
-    looked_up = transfer.what == LOOKED_UP and transfer.kind != ALL_GATHER
-    looked_up |= transfer.what == LOOKED_UP_POSITIONS and transfer.kind == REDUCE_SCATTER
+    looked_up = transfer.kind == REDUCE_SCATTER or (transfer.what == LOOKED_UP and transfer.kind != ALL_GATHER)
     if pipe is None or not pipe.flush or not looked_up:
         return transfer.calls
     needed = pipe.table.rows.embed.on
@@ -140,22 +143,19 @@ def _without_what_no_stage_looks_up(sent: Sent) -> Count:
 
 def _with_the_vectors_of_tokens(sent: Sent) -> Count:
     layout = sent.step.layout
-    positions = sent.transfer.what == LOOKED_UP_POSITIONS and sent.transfer.kind == REDUCE_SCATTER
-    if positions and layout.split("vocab") == layout.sequence_parallel:
+    if sent.transfer.kind == REDUCE_SCATTER and layout.split("vocab") == layout.sequence_parallel:
         return 0
     return sent.transfer.calls
 
 
 def _rows_for_each_purpose(sent: Sent) -> Count:
-    if sent.transfer.what != ROWS or sent.step.pipe:
+    if sent.step.pipe:
         return sent.transfer.calls
     return sent.transfer.calls + sent.step.runs.passes.recomputed
 
 
 def _starts_before_all_loops(sent: Sent) -> Count:
     runs = sent.step.runs
-    if sent.transfer.what != STARTS:
-        return sent.transfer.calls
     if sent.step.pipe:
         return runs.loops.forward + runs.loops.backward
     # A loop of a single turn is none.
@@ -164,22 +164,18 @@ def _starts_before_all_loops(sent: Sent) -> Count:
 
 def _starts_before_forward_loops(sent: Sent) -> Count:
     runs = sent.step.runs
-    if sent.transfer.what != STARTS or sent.step.pipe or sent.step.split.inside:
+    if sent.step.pipe or sent.step.split.inside:
         return sent.transfer.calls
     return sent.transfer.calls - runs.passes.forward + runs.loops.forward
 
 
 def _keys_of_all_steps(sent: Sent) -> Count:
     """Return the calls where the backward pass sends all keys and values that its recomputation needs."""
-    if sent.transfer.what != KEYS:
-        return sent.transfer.calls
     steps = sent.step.layout.parts(SEQUENCE) - 1
     return sent.transfer.calls - 2 * steps * _repeats_of_attention(sent.step)
 
 
 def _keys_of_the_first_step(sent: Sent) -> Count:
-    if sent.transfer.what != KEYS:
-        return sent.transfer.calls
     return sent.transfer.calls - 2 * _repeats_of_attention(sent.step)
 
 
@@ -193,6 +189,7 @@ CORRECTIONS = (
         name="the only layer",
         platforms=("gpu",),
         since="0.10",
+        what=(WEIGHTS,),
         calls=_of_an_only_layer,
         reason="a loop of one layer is none, so that XLA:GPU gathers its weights once for the forward and the backward "
         "pass",
@@ -201,6 +198,7 @@ CORRECTIONS = (
         name="weights of all groups",
         platforms=("cpu",),
         since="0.10",
+        what=(WEIGHTS,),
         calls=_once_for_all_groups,
         reason="XLA:CPU moves a gather of weights that no loop over layers runs out of the loop over micro-batches; "
         "XLA:GPU leaves it there",
@@ -209,6 +207,7 @@ CORRECTIONS = (
         name="sums of all groups",
         platforms=("gpu",),
         since="0.10",
+        what=(GRADIENTS,),
         calls=_behind_the_sum_of_groups,
         reason="XLA:GPU moves an all-reduce behind a loop that only adds to a sum",
     ),
@@ -216,6 +215,7 @@ CORRECTIONS = (
         name="layers of a chunk in no loop, all ticks",
         platforms=("cpu",),
         since="0.10",
+        what=(WEIGHTS,),
         calls=_once_for_all_ticks,
         reason="nothing of a rank's only layer, or of one that is left over of a period, differs from tick to tick, so "
         "XLA:CPU gathers its weights once",
@@ -224,6 +224,7 @@ CORRECTIONS = (
         name="a chunk of one layer, single ticks",
         platforms=("gpu",),
         since="0.10",
+        what=(WEIGHTS,),
         calls=_once_for_segments_of_a_tick,
         reason="XLA:GPU gathers the weights of a rank's only layer once in every turn of a loop over ticks, and once "
         "for all segments of a single tick, which are no loops",
@@ -232,6 +233,7 @@ CORRECTIONS = (
         name="the last message",
         platforms=("cpu", "gpu"),
         since="0.10",
+        what=tuple(BETWEEN_STAGES.values()),
         calls=_without_the_last_message,
         reason="XLA drops a message that nothing reads where it is no part of a loop: in a segment of a single tick",
     ),
@@ -239,6 +241,7 @@ CORRECTIONS = (
         name="ticks that embed nothing",
         platforms=("cpu", "gpu"),
         since="0.10",
+        what=(LOOKED_UP, LOOKED_UP_POSITIONS),
         calls=_without_what_no_stage_looks_up,
         reason="in a segment of a single tick, which is no loop, XLA knows whether the first chunk reads the embedding",
     ),
@@ -246,6 +249,7 @@ CORRECTIONS = (
         name="positions with tokens",
         platforms=("gpu",),
         since="0.10",
+        what=(LOOKED_UP_POSITIONS,),
         calls=_with_the_vectors_of_tokens,
         reason="XLA:GPU adds positions to the vectors of tokens before one reduce-scatter of both",
     ),
@@ -253,6 +257,7 @@ CORRECTIONS = (
         name="rows of a recomputed layer",
         platforms=("cpu",),
         since="0.10",
+        what=(ROWS,),
         calls=_rows_for_each_purpose,
         reason="XLA:CPU does not merge what a recomputed block sends to its experts with what the gradients of weights "
         "need",
@@ -261,6 +266,7 @@ CORRECTIONS = (
         name="starts of documents, all loops",
         platforms=("cpu",),
         since="0.10",
+        what=(STARTS,),
         calls=_starts_before_all_loops,
         reason="where documents start is the same for all layers, so XLA:CPU gathers it before the loops over layers, "
         "if no loop over micro-batches is inside them",
@@ -269,6 +275,7 @@ CORRECTIONS = (
         name="starts of documents, forward loops",
         platforms=("gpu",),
         since="0.10",
+        what=(STARTS,),
         calls=_starts_before_forward_loops,
         reason="XLA:GPU gathers where documents start before the loop over layers of the forward pass, if no loop over "
         "micro-batches is inside it, and leaves the gather in that of the backward pass",
@@ -277,6 +284,7 @@ CORRECTIONS = (
         name="keys of a ring, all steps",
         platforms=("cpu",),
         since="0.10",
+        what=(KEYS,),
         calls=_keys_of_all_steps,
         reason="the backward pass of a ring sends the keys and values that its recomputation sends: XLA:CPU sends them "
         "once",
@@ -285,6 +293,7 @@ CORRECTIONS = (
         name="keys of a ring, first step",
         platforms=("gpu",),
         since="0.10",
+        what=(KEYS,),
         calls=_keys_of_the_first_step,
         reason="XLA:GPU sends once what the first step of a ring sends in its recomputation and in its backward pass, "
         "because only that is outside the loops over the other steps",
