@@ -205,22 +205,23 @@ class Layout:
 
     def size(self, *axes: str) -> int:
         """Return the number of devices along mesh axes: the product of their sizes."""
-        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+        sizes = self.sizes
+        return math.prod([sizes.get(axis, 1) for axis in axes])
 
     def pieces(self, spec: P) -> int:
         """Return the number of parts into which an array with this spec is split."""
-        return math.prod(self.size(*axes_of(part)) for part in spec.partitions)
+        return self.size(*(axis for part in spec.partitions for axis in axes_of(part)))
 
     def shard_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
         """Return the shape of a device's part of an array of `shape` with this spec."""
         return tuple(size // self.size(*axes_of(part)) for size, part in zip(shape, spec.partitions, strict=True))
 
-    @property
+    @cached_property
     def tokens_over(self) -> tuple[str, ...]:
         """The axes that split the tokens of a batch: its rows, and the sequence of each."""
         return (*self.split(BATCH), *self.split(SEQUENCE))
 
-    @property
+    @cached_property
     def sequence_parallel(self) -> tuple[str, ...]:
         """The axes that split the residual stream further than other activations (sequence parallelism)."""
         shared = self.split(SEQUENCE)

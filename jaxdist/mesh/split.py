@@ -103,7 +103,7 @@ class Split:
         for axis in (*axes, MODEL):
             yield axis, self.on(**{axis: self.size(axis) * times})
 
-    @property
+    @cached_property
     def pipelined(self) -> bool:
         """Whether the layers are stages of a pipeline."""
         return self.size(PIPELINE) > 1
@@ -153,7 +153,7 @@ class Split:
         """The rows of a micro-batch on one device."""
         return own_rows(self.config.train.global_batch_size, self.micro_batches, self.ranks)
 
-    @property
+    @cached_property
     def row_parts(self) -> int:
         """The number of parts into which the tokens of each row are split."""
         return self.size(*SEQUENCE_AXES)
@@ -171,7 +171,7 @@ class Split:
         """
         return own_tokens(self.rows, self.config.model.sequence, self.row_parts)
 
-    @property
+    @cached_property
     def heads(self) -> Heads:
         """The heads that one rank of the model axis has in use."""
         ways = self.size(MODEL) if self.config.parallel.rules.heads else 1

@@ -247,6 +247,8 @@ def _gradients(sharded: ShardedModel, elements: Elements) -> int:
 def _update(sharded: ShardedModel, held: Memory) -> int:
     """Return the room that offloaded optimizer state needs in the update, beyond what is free by then."""
     config = sharded.config
+    if config.parallel.offload == "none":
+        return 0
     parameters = sharded.parameters
     # The update comes when everything but the gradients is gone. By theory the state of all parameters is there.
     at_once = as_held(Arrays(UPDATED, len(parameters), F32), sharded.layout).count
