@@ -33,17 +33,21 @@ from jaxdist.mesh import (
 from jaxdist.mesh.context import SHORTEST_PART
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import divisors
+from jaxdist.planning.search.distinct import map_distinct
 from jaxdist.request.checks import check_mesh_fits
 
 Columns = dict[str, np.ndarray]
-"""Name -> a number for each candidate; `COLUMNS` lists the names."""
+"""Name -> a number for each candidate: those of `CHOSEN`, and `RING`."""
 
 MESH = (REPLICA, DATA, EXPERT, CONTEXT, MODEL, PIPELINE)
 
-COLUMNS = ("mesh", *MESH, "zero", "sequence", "micro", "outside", "remat", "schedule", "virtual")
-"""The number of the mesh among all, and the sizes of its axes; ZeRO's stage; whether the sequence is split; the number
-of micro-batches; whether they run outside the loop over layers; indices into `REMATS` and `SCHEDULES`; chunks on each
-rank."""
+CHOSEN = ("mesh", *MESH, "zero", "sequence", "micro", "outside", "remat", "schedule", "virtual")
+"""The columns of what makes a candidate. The number of the mesh among all, and the sizes of its axes; ZeRO's stage;
+whether the sequence is split; the number of micro-batches; whether they run outside the loop over layers; indices into
+`REMATS` and `SCHEDULES`; chunks on each rank."""
+
+RING = "ring"
+"""The column of what follows: whether attention is a ring over `context`."""
 
 REMATS = ("none", "dots", "block", "stage")
 """Activation checkpointing, ordered by how much it recomputes."""
@@ -51,11 +55,11 @@ REMATS = ("none", "dots", "block", "stage")
 SCHEDULES = ("", *(name for name, traits in TRAITS.items() if traits.proposed))
 """Pipeline schedules; the first is for candidates without a pipeline."""
 
-SPLIT = [number for number, name in enumerate(SCHEDULES) if name and TRAITS[name].split]
-"""The schedules that split the backward pass in two."""
+SPLIT = np.array([bool(name) and TRAITS[name].split for name in SCHEDULES])
+"""Whether each schedule splits the backward pass in two."""
 
-BRANCHING = [number for number, name in enumerate(SCHEDULES) if name and not TRAITS[name].uniform]
-"""The schedules in which ranks take branches of their own: a ring must not lie in one."""
+BRANCHING = np.array([bool(name) and not TRAITS[name].uniform for name in SCHEDULES])
+"""Whether ranks take branches of their own in each schedule: a ring must not lie in one."""
 
 SCHEDULES_AND_CHUNKS = [(number, v) for number, name in enumerate(SCHEDULES) if name for v in TRAITS[name].proposed]
 """The pairs of a schedule's index and chunks on each rank that a pipeline can have."""
@@ -148,7 +152,19 @@ def candidates(config: Config, shapes: list[MeshShape], sites: int = 1) -> Colum
     staged = [(number, shape) for number, shape in numbered if shape[PIPELINE] > 1]
     no_schedule = [(0, 1)]
     blocks = [_columns(config, flat, no_schedule, sites), _columns(config, staged, SCHEDULES_AND_CHUNKS, sites)]
-    return {name: np.concatenate([block[name] for block in blocks]) for name in COLUMNS}
+    columns = {name: np.concatenate([block[name] for block in blocks]) for name in CHOSEN}
+    return columns | {RING: _rings(config, columns)}
+
+
+def _rings(config: Config, c: Columns) -> np.ndarray:
+    """Return whether attention is a ring over `context`: 1 or 0."""
+    neutral = neutral_config(config)
+
+    def of(schedule: int, context: int, model: int) -> float:
+        scheduled = neutral.with_knobs({"pipeline.schedule": SCHEDULES[schedule]}) if schedule else neutral
+        return Split(scheduled, {PIPELINE: 2 if schedule else 1, CONTEXT: context, MODEL: model}).ring
+
+    return map_distinct(of, c["schedule"], c[CONTEXT], c[MODEL]).astype(int)
 
 
 def _columns(
@@ -208,7 +224,7 @@ def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
         if name:
             refused = [REMATS.index(value) for value in TRAITS[name].not_recomputed]
             remat = remat & ((c["schedule"] != number) | ~np.isin(c["remat"], refused))
-    no_ring_in_branch = ~np.isin(c["schedule"], BRANCHING) | (c[CONTEXT] == 1) | _ulysses_divides(config, c)
+    no_ring_in_branch = ~BRANCHING[c["schedule"]] | (c[CONTEXT] == 1) | _ulysses_divides(config, c)
     return sequence & zero & outside & batch & layers & remat & no_ring_in_branch
 
 

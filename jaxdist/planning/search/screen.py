@@ -28,7 +28,7 @@ from jaxdist.planning.predicted_collectives import (
     F32,
     REDUCE_SCATTER,
 )
-from jaxdist.planning.search.candidates import MESH, SPLIT
+from jaxdist.planning.search.candidates import MESH, RING, SPLIT
 from jaxdist.planning.search.distinct import Column, Scalar, distinct_rows, mapping
 from jaxdist.planning.search.estimate import (
     Device,
@@ -61,7 +61,7 @@ class Screen(Steps):
 
     def seconds(self) -> Column:
         """Return the seconds of a step of each candidate."""
-        few, kinds = self.distinct("mesh", "sequence", "micro", "remat", "schedule", "virtual")
+        few, kinds = self.distinct("mesh", "sequence", "micro", "remat", "schedule", "virtual", RING)
         busy = few._work_seconds()[kinds] * (1 + self._by_schedule(_bubble_over_work))
         few, kinds = self.distinct("mesh", "zero", "virtual")
         replicas = few._replica_seconds()[kinds]
@@ -171,7 +171,7 @@ class Screen(Steps):
     def _work_seconds(self) -> Column:
         """Return the seconds of a device's arithmetic."""
         m = self.config.model
-        splits = np.isin(self.columns["schedule"], SPLIT)
+        splits = SPLIT[self.columns["schedule"]]
         by_layout = self._by_layout()
         units = layer_times(
             self.config,
@@ -183,7 +183,7 @@ class Screen(Steps):
             recomputes_attention=self._remat("dots"),
             recomputes_all=self._remat("block", "stage"),
             expert_parts=self.columns[EXPERT],
-            ring=self.ring,
+            ring=self.columns[RING],
         )
         return self.columns["micro"] * (self.layers_held * sum(units) + self._head_seconds())
 
@@ -238,7 +238,7 @@ class Screen(Steps):
     @cached_property
     def layouts(self) -> tuple[list[Layout], Column]:
         """The distinct layouts of what belongs to a row, and for each candidate the index of its own."""
-        columns = [self.columns[MODEL], self.columns["sequence"], self.columns[CONTEXT], self.ring.astype(int)]
+        columns = [self.columns[MODEL], self.columns["sequence"], self.columns[CONTEXT], self.columns[RING]]
         examples, kinds = distinct_rows(*columns)
         rows = zip(*(column[examples].tolist() for column in columns), strict=True)
         return [self._layout(*row) for row in rows], kinds

@@ -201,4 +201,4 @@ class Sizes:
 
     def _remat(self, *names: str) -> Column:
         """Return whether the candidate has one of these kinds of activation checkpointing."""
-        return np.isin(self.columns["remat"], [REMATS.index(name) for name in names])
+        return np.array([name in names for name in REMATS])[self.columns["remat"]]

@@ -29,10 +29,10 @@ from jaxdist.planning.search.candidates import (
     BRANCHING,
     MESH,
     REMATS,
+    RING,
     SCHEDULES,
     SPLIT,
     candidate_config,
-    neutral_config,
 )
 from jaxdist.planning.search.distinct import Column, Scalar, distinct_rows, map_distinct, mapping
 from jaxdist.planning.search.estimate import Device, layout_of
@@ -40,10 +40,10 @@ from jaxdist.planning.search.screen_sizes import SAVED, Sizes
 from jaxdist.planning.search.traffic_time import communication
 from jaxdist.sharding import Layout
 
-CHOICES = ("zero", "sequence", "outside", "remat", "schedule")
+CHOICES = ("zero", "sequence", "outside", "remat", "schedule", RING)
 """The columns of a candidate's choices, beside those of the mesh, micro-batches and chunks."""
 
-_NAMED = [number for number, name in enumerate(SCHEDULES) if name and number not in SPLIT]
+_NAMED = [number for number, name in enumerate(SCHEDULES) if name and not SPLIT[number]]
 
 PLAIN = np.array([_NAMED[0] if number in _NAMED else number for number in range(len(SCHEDULES))])
 """For each schedule the first one that runs the same slots."""
@@ -65,7 +65,7 @@ class Steps(Sizes):
         keep = 2 * (c["zero"] >= 2) if m.traits.routed or m.documents_apart else nothing
         stage = REMATS.index("stage")
         remat = np.where(c["remat"] == stage, stage, 0)
-        activations = self._with(zero=keep, outside=nothing)._seconds(Steps._of_activations, "zero", "sequence", "ring")
+        activations = self._with(zero=keep, outside=nothing)._seconds(Steps._of_activations, "zero", "sequence", RING)
         weights = self._with(sequence=nothing, remat=remat)._seconds(Steps._of_weights, "zero")
         return activations[0] + weights[0], activations[1] + weights[1]
 
@@ -100,7 +100,7 @@ class Steps(Sizes):
         few, kinds = self.distinct(*CHOICES, "mesh", "micro", "virtual")
         exposed = np.zeros(len(few.columns["mesh"]))
         overlapping = np.zeros_like(exposed)
-        examples, alike = distinct_rows(few.staged.astype(int), *(few._choice(name) for name in choices))
+        examples, alike = distinct_rows(few.staged.astype(int), *(few.columns[name] for name in choices))
         for number in range(len(examples)):
             rows = np.flatnonzero(alike == number)
             group = few.of(rows)
@@ -110,12 +110,9 @@ class Steps(Sizes):
             overlapping[rows] = found.overlapping
         return exposed[kinds], overlapping[kinds]
 
-    def _choice(self, name: str) -> Column:
-        return self.ring.astype(int) if name == "ring" else self.columns[name]
-
     def _of_activations(self) -> Iterator[Transfer]:
         """Yield the transfers of activations."""
-        layout = replace(self.step.layout, zigzag=bool(self.ring[0]))
+        layout = replace(self.step.layout, zigzag=bool(self.columns[RING][0]))
         anew = self.saved != SAVED.index("none")
         return stream_traffic.predict(
             replace(self.step, layout=layout, losses=self.losses, exchanged=self.exchanged, anew=anew)
@@ -174,8 +171,8 @@ class Steps(Sizes):
         if not self.example.pipelined:
             return in_loops(self.config.model.layers, micro, self.together, again)
         chunks = c["virtual"]
-        splits = np.isin(c["schedule"], SPLIT)
-        branches = np.isin(c["schedule"], BRANCHING)
+        splits = SPLIT[c["schedule"]]
+        branches = BRANCHING[c["schedule"]]
         # Ranks that branch run F, B and W in different ticks, and so all of them run nearly every tick.
         each = np.where(branches, 3 * chunks * micro, self._by_schedule(lockstep_ticks))
         weights = np.where(splits & ~branches, chunks * micro, each)
@@ -205,18 +202,6 @@ class Steps(Sizes):
                 yield from weight_traffic.predict(self.step, p)
 
     # Scalar functions of the predictor, applied to columns.
-
-    @cached_property
-    def ring(self) -> Column:
-        """Whether attention is a ring over `context`: 1 or 0."""
-        neutral = neutral_config(self.config)
-
-        def of(schedule: int, context: int, model: int) -> float:
-            config = neutral.with_knobs({"pipeline.schedule": SCHEDULES[schedule]}) if schedule else neutral
-            return Split(config, {PIPELINE: 2 if schedule else 1, CONTEXT: context, MODEL: model}).ring
-
-        c = self.columns
-        return map_distinct(of, c["schedule"], c[CONTEXT], c[MODEL])
 
     def _by_schedule(self, function: Callable[[str, int, int, int], float | None]) -> Column:
         """Return `function(name, S, M, v)` for each row that is a pipeline, and 0 for the others and for None."""
