@@ -171,7 +171,7 @@ class Split:
         """
         return own_tokens(self.rows, self.config.model.sequence, self.row_parts)
 
-    @cached_property
+    @property
     def heads(self) -> Heads:
         """The heads that one rank of the model axis has in use."""
         ways = self.size(MODEL) if self.config.parallel.rules.heads else 1

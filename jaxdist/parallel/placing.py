@@ -103,7 +103,9 @@ def _place(
 ) -> Placement:
     # Key/value heads are split over the same mesh axes as the query heads that they serve.
     axes_in_use = tuple("heads" if name in heads.REPEATED else name for name in axes)
-    rest = list(layout.spec(axes_in_use).partitions)
+    reduced = layout.partial(axes) if zero.summed else frozenset()
+    use = layout.spec(axes_in_use, reduced=reduced)
+    rest = list(use.partitions)
     deal = heads.deal_of(layout, axes, shape)
     taken: tuple[int, ...] = ()
     if deal is not None:
@@ -114,7 +116,6 @@ def _place(
         rest[head_dim] = None
         # Dealing heads, or exchanging them by an all-to-all, needs these dims whole over the group.
         taken = (head_dim + 1, size_dim)
-    reduced = layout.partial(axes) if zero.summed else frozenset()
     deferred = reduced & {REPLICA} if zero.defers else frozenset()
     free = _free_dims(layout, axes_in_use, taken)
     over = group(layout, axes_in_use)
@@ -136,7 +137,7 @@ def _place(
     return Placement(
         held=held,
         rest=at_rest,
-        use=layout.spec(axes_in_use, reduced=reduced),
+        use=use,
         reduced=P(*crossing.partitions, unreduced=deferred),
         group=over,
         deal=deal,

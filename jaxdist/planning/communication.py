@@ -9,6 +9,7 @@ where XLA is known to do otherwise. Scalars (loss, norm, counts) are left out. N
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Protocol
 
 import jax
@@ -19,6 +20,7 @@ from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
 from jaxdist.planning import expert_traffic, stream_traffic, weight_traffic
 from jaxdist.planning.compiler_habits import Sent, corrected, in_force
+from jaxdist.planning.parameter_layout import Placed
 from jaxdist.planning.predicted_collectives import ALL_REDUCE, ALL_TO_ALL, F32, PERMUTE, Transfer, transfer
 from jaxdist.planning.replica_traffic import between_replicas
 from jaxdist.planning.runs import Step
@@ -46,9 +48,13 @@ def predict(sharded: ShardedModel) -> list[Transfer]:
         sharded = sharded.of_one_replica
     step = Step.of(sharded)
     corrections = in_force(sharded.layout)
-    found = []
+    found: list[Transfer] = []
+
+    def send(theory: Iterable[Transfer], step: Step, p: Placed | None = None) -> None:
+        found.extend(corrected(Sent(one, step, p), corrections) for one in theory if one.devices > 1 and one.calls)
+
     for p in sharded.parameters:
-        found += [corrected(Sent(one, step, p), corrections) for one in weight_traffic.predict(step, p)]
+        send(weight_traffic.predict(step, p), step, p)
         if not p.place.role.steered:
             found += between_replicas(sharded.config, p, sharded.layout)
         elif p.trained and isinstance(sharded.model, Model):
@@ -57,8 +63,8 @@ def predict(sharded: ShardedModel) -> list[Transfer]:
         found.append(_statistics(sharded, sharded.model))
     else:
         for stack in step.stacks:
-            found += [corrected(Sent(one, stack), corrections) for one in stream_traffic.of_stack(stack)]
-        found += [corrected(Sent(one, step), corrections) for one in stream_traffic.beside_stacks(step)]
+            send(stream_traffic.of_stack(stack), stack)
+        send(stream_traffic.beside_stacks(step), step)
     return [one for one in found if one.devices > 1 and one.calls]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from packaging.version import Version
 
@@ -23,4 +24,9 @@ class Habit:
 
     def occurs(self, platform: str, jax: str) -> bool:
         """Return whether it occurs on a platform with this version of jax."""
-        return platform in self.platforms and Version(jax).release >= Version(self.since).release
+        return platform in self.platforms and _release(jax) >= _release(self.since)
+
+
+@cache
+def _release(version: str) -> tuple[int, ...]:
+    return Version(version).release

@@ -228,6 +228,8 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
 
 def _host_traffic(config: Config, parameters: list[Placed]) -> int:
     """Return the bytes of offloaded state that a step reads and writes; an outer step is another program."""
+    if config.parallel.offload == "none":
+        return 0
     return sum(widths(config, p).host * p.held for p in parameters)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from jaxdist.config import ModelConfig
 from jaxdist.config.matmuls import head_sizes_of, matmuls_of
 from jaxdist.config.stacks import stacks_of
@@ -64,6 +66,8 @@ def has_window(model: ModelConfig) -> bool:
     return _share_in_window(model) > 0
 
 
+# A search asks this, and how many keys a query sees, of a few models, thousands of times.
+@lru_cache(maxsize=64)
 def _share_in_window(model: ModelConfig) -> float:
     """Return the share of the layers in which a sliding window hides something."""
     return sum(share for kind, share in model.shares_of_kinds.items() if 0 < kind.window < model.sequence)
@@ -83,6 +87,7 @@ def attention_flops_per_token(model: ModelConfig) -> float:
     return 2 * keys_per_query(model) * model.heads * sum(head_sizes_of(model))
 
 
+@lru_cache(maxsize=64)
 def keys_per_query(model: ModelConfig) -> float:
     """Return how many keys a query sees, on average over a row of S tokens.
 

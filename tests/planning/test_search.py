@@ -130,6 +130,7 @@ def test_every_candidate_is_a_request_that_train_takes(small):
         "remat": {0, 1, 2, 3},
         "schedule": {0, 1, 2, 3, 4, 5},
         "virtual": {1, 2},
+        "ring": {0},
     }
 
 
