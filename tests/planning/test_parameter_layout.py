@@ -12,6 +12,7 @@ from jaxdist import models, train
 from jaxdist.config import Config, ModelConfig, ParallelConfig, RequestError, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split
+from jaxdist.parallel.placing import ZeroOptions, placements
 from jaxdist.planning import layout_notes, memory, parameter_layout
 from jaxdist.planning.report import Report
 from jaxdist.sharding import Layout, rules
@@ -54,6 +55,16 @@ def test_the_listing_tells_which_parameters_are_frozen():
     assert plan.row("table")[-2:] == ["frozen", f"{96 * 32 * 2 // 2:,}"]
     assert plan.row("blocks.mlp.lora.up_proj.a")[-2:] == ["yes", f"{2 * 32 * 4 * 12 // 2:,}"]
     assert len(Plan("2x1x1", zero=1).row("table")) == 6
+
+
+@pytest.mark.parametrize("mesh", ["replica=2,data=2,model=2", "2x2x2"])
+def test_parameters_lie_alike_from_stage_1_on(mesh):
+    places = []
+    for stage in range(4):
+        plan = Plan(mesh, zero=stage, heads=4, family="llama", kv_heads=1, mlp=64)
+        axes, abstract = plan.sharded.model.axes, plan.sharded.model.abstract
+        places.append(placements(plan.layout, axes, abstract, ZeroOptions.of(plan.sharded.split)))
+    assert places[0] != places[1] == places[2] == places[3]
 
 
 def test_the_bytes_of_the_listing_add_up_to_the_prediction():

@@ -25,7 +25,7 @@ from jaxdist.planning.memory import Memory
 from jaxdist.planning.search import picture
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import FORMULAS, estimate
-from jaxdist.planning.search.plan import TIE, search
+from jaxdist.planning.search.plan import ROOM, TIE, search
 from jaxdist.planning.search.questions import alone, scaling, why_not
 from jaxdist.planning.search.screen import Screen
 from jaxdist.planning.transfer_time import exposed
@@ -108,6 +108,16 @@ def test_a_first_look_computes_once_what_is_the_same(small, unit):
     pairs = list(zip(few.columns["micro"].tolist(), few.columns["remat"].tolist(), strict=True))
     assert len(pairs) == len({*pairs}) == 16
     assert all(np.array_equal(few.columns[name][at], columns[name]) for name in ("micro", "remat"))
+
+
+def test_a_first_look_times_only_what_may_fit(small):
+    tight = replace(CLUSTER, memory=5e8)
+    found = search(small, 8, tight)
+    may_fit = found.rough_memory <= ROOM * tight.memory
+    assert 0.1 < may_fit.mean() < 0.9
+    seconds = Screen(small, found.model, tight, found.columns).seconds()
+    assert np.array_equal(found.rough_seconds, np.where(may_fit, seconds, np.inf))
+    assert found.rejected["memory"] >= np.sum(~may_fit)
 
 
 def test_every_candidate_is_a_request_that_train_takes(small):
