@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+TEXT = "text"
+"""What `data.text` is by default."""
+
 FIELD = re.compile(r"\{([^{}]*)\}")
 
 BREAKS = {"\\n": "\n", "\\t": "\t"}

@@ -16,11 +16,12 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxdist.config import RequestError
+from jaxdist.config.text_template import TEXT
 from jaxdist.config.values import IdType
 from jaxdist.data import skipped
 from jaxdist.data.progress import Progress, unseen
 from jaxdist.data.rows import labelled
-from jaxdist.data.sources import TEXT, Source
+from jaxdist.data.sources import Source
 from jaxdist.data.streams import VERSION, identity
 from jaxdist.data.token_files import open_token_files, types
 from jaxdist.data.token_store import open_store

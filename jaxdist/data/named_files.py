@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.config import RequestError
+from jaxdist.config.text_template import TEXT
 from jaxdist.data.addresses import is_address
 from jaxdist.data.compressed import ending_of
 from jaxdist.data.dataset_folders import shards_of, split_in, split_of
@@ -23,7 +24,7 @@ from jaxdist.data.readers.megatron import bin_of
 from jaxdist.data.readers.plain_text import PLAIN_TEXT
 from jaxdist.data.readers.reader import TextReader
 
-TEXT = ".txt"
+TXT = ".txt"
 """The ending of texts; a list of files has it too."""
 
 LONGEST_LIST = 4 << 20
@@ -58,12 +59,12 @@ class NamedFiles(NamedTuple):
         return " and ".join([", ".join(words), *([f"{rest:,} more"] if rest else [])])
 
 
-def named_by(text: str | None) -> NamedFiles:
-    """Return the files that a text names; none for None.
+def named_by(text: str | None, key: str = TEXT) -> NamedFiles:
+    """Return the files that a text names; none for None. In a folder, `key` is what data.text says of their rows.
 
     Raises `OSError`, and `RequestError` where a data set lacks a file that it lists.
     """
-    found = [_expanded(part) for part in parts(text)]
+    found = [_expanded(part, key) for part in parts(text)]
     files = tuple(path for one in found for path in _with_their_tokens(one.files))
     return NamedFiles(files, tuple(path for one in found for path in one.left_out))
 
@@ -127,11 +128,11 @@ def _has_splits(path: Path) -> bool:
     return isinstance(reader, TextReader) and reader.has_splits
 
 
-def _expanded(part: str) -> NamedFiles:
+def _expanded(part: str, key: str) -> NamedFiles:
     """Return the files of a part without commas: those of a folder, a pattern or a list, or the one file."""
     path = Path(part)
     if path.is_dir():
-        return _readable(_in_order(path))
+        return _readable(_in_order(path), key)
     if not path.exists() and glob.has_magic(part):
         files = [Path(name) for name in sorted(glob.glob(part, recursive=True)) if os.path.isfile(name)]
         return _without_empty(files)
@@ -172,13 +173,13 @@ def _below(folder: Path) -> Iterator[tuple[Path, list[str]]]:
         yield Path(place), [name for name in names if not name.startswith(".") and Path(place, name).is_file()]
 
 
-def _readable(files: Iterable[Path]) -> NamedFiles:
+def _readable(files: Iterable[Path], key: str) -> NamedFiles:
     """Leave out what is no text and no form that is read; where there is no such file, all are texts.
 
     Texts beside the tokens to train on, such as the input.txt of nanoGPT beside its train.bin, are what these are of.
     """
     files, empty = _without_empty(files)
-    known = tuple(path for path in files if ending_of(path) == TEXT or reader_of(path) != PLAIN_TEXT)
+    known = tuple(path for path in files if ending_of(path) == TXT or reader_of(path, key) != PLAIN_TEXT)
     if not known:
         return NamedFiles(files, empty)
     tokens = tuple(path for path in known if is_token_file(path))
@@ -195,7 +196,7 @@ def _without_empty(files: Iterable[Path]) -> NamedFiles:
 
 def _listed(path: Path) -> tuple[Path, ...] | None:
     """Return the files that a .txt lists, one a line, seen from here or from its folder; None if it is a text."""
-    if path.suffix.lower() != TEXT or not path.is_file() or path.stat().st_size > LONGEST_LIST:
+    if path.suffix.lower() != TXT or not path.is_file() or path.stat().st_size > LONGEST_LIST:
         return None
     files = []
     with path.open("rb") as file:

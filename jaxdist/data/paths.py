@@ -10,13 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jaxdist.config import DataConfig, RequestError, listed
+from jaxdist.config.text_template import TEXT
 from jaxdist.data import magics
 from jaxdist.data.addresses import elsewhere
 from jaxdist.data.named_files import LISTS, NamedFiles, by_their_names, named_by, parts
 from jaxdist.data.readers import is_token_file, reader_of
 from jaxdist.data.readers.megatron import index_of
 from jaxdist.data.readers.reader import TextReader, reading
-from jaxdist.data.sources import TEXT, Source, Sources
+from jaxdist.data.sources import Source, Sources
 from jaxdist.huggingface.tokenizer import folder_problem
 
 QUOTES = "[]'\" "
@@ -81,8 +82,8 @@ def _in_two(found: Mapping[str, Sources]) -> Iterator[str]:
 
 def _found(config: DataConfig, knob: str) -> Sources:
     """Return the data whose files `config.path` names, as `knob` of the request."""
-    training, by_name = by_their_names(config.path, _named(knob, config.path))
-    held_out = _named("data.validation_path", config.validation_path)
+    training, by_name = by_their_names(config.path, _named(knob, config.path, config.text))
+    held_out = _named("data.validation_path", config.validation_path, config.text)
     found = _problems(knob, config.path, training)
     tokenizer = _tokenizer_problem(config.tokenizer)
     if tokenizer:
@@ -140,9 +141,9 @@ def _asked_alone(sources: Sources) -> Sources:
     return replace(sources, training=training, held_out=others[0] if others else None)
 
 
-def paths_of(text: str | None) -> tuple[Path, ...]:
-    """Return the files that data.path or data.validation_path names; none for None."""
-    return named_by(text).files
+def paths_of(text: str | None, key: str = TEXT) -> tuple[Path, ...]:
+    """Return the files that data.path or data.validation_path names; none for None. `key` is data.text."""
+    return named_by(text, key).files
 
 
 def places_of(text: str | None) -> tuple[Path, ...]:
@@ -161,9 +162,9 @@ def held_out_problems(text: str | None) -> list[str]:
     return _problems("data.validation_path", text, _named("data.validation_path", text))
 
 
-def _named(knob: str, text: str | None) -> NamedFiles:
+def _named(knob: str, text: str | None, key: str = TEXT) -> NamedFiles:
     try:
-        return named_by(text)
+        return named_by(text, key)
     except OSError as error:
         raise RequestError(f"{knob} '{text}' cannot be read ({error}); make it readable") from error
 

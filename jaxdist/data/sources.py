@@ -10,6 +10,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxdist.config.text_template import TEXT
 from jaxdist.data import skipped
 from jaxdist.data.compressed import decompressed, is_compressed, text_size
 from jaxdist.data.readers import reader_before, reader_of
@@ -36,9 +37,6 @@ SMALLEST_BLOCK_BYTES = 256
 
 HELD_OUT_BLOCKS = 4
 """Number of blocks of a plain text that are held out at least, if the smallest block size allows it."""
-
-TEXT = "text"
-"""What data.text is by default; only another one is named in a digest."""
 
 Split = Iterator[tuple[bool, Document]]
 """Documents, each with whether it is held out."""
@@ -129,7 +127,7 @@ class Source:
         cls, *paths: Path, name: str | None = None, left_out: str = "", text: str = TEXT, skips: bool = False
     ) -> Source:
         """Return the source that reads these files in order. By default it is called by the first one."""
-        files = tuple(DataFile(path, reader_of(path)) for path in paths)
+        files = tuple(DataFile(path, reader_of(path, text)) for path in paths)
         return cls(name or str(paths[0]), files, left_out, text, skips)
 
     @classmethod

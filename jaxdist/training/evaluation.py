@@ -95,7 +95,7 @@ def on_files(trained: Trained, job: Job, stride: int | None = None) -> Judgement
     files: list[HeldOut] = []
 
     def read() -> None:
-        for path in paths_of(data.validation_path):
+        for path in paths_of(data.validation_path, data.text):
             opened = open_held_out(
                 path,
                 given,

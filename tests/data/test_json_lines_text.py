@@ -8,6 +8,8 @@ from pydantic import ValidationError
 
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data.held_out import open_held_out
+from jaxdist.data.readers.plain_text import PLAIN_TEXT
+from jaxdist.data.sources import Source
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
 from tests.data.files import POEM, VOCAB, lines, open_, save_tokenizer
 
@@ -81,3 +83,20 @@ def test_what_names_no_key_is_refused(text):
 def test_a_key_is_refused_where_no_data_have_keys(write):
     with pytest.raises(RequestError, match=r"data.text is 'content', but none of the data are JSON lines"):
         open_(path=write("a.txt", POEM), text="content")
+
+
+def test_a_json_file_is_rows_where_its_first_line_has_the_keys(write, tmp_path):
+    """Without data.text it is one text, as it was, unless a key says text."""
+    (tmp_path / "web").mkdir()
+    content = rows(*({"title": "a title", "meta": {"body": text}} for text in TEXTS))
+    path = write("web/a.json", content)
+    assert Source.of(path).files[0].reader == PLAIN_TEXT
+    assert open_(path=path, text="{title}: {meta.body}").source.startswith(f"{path}, 40 documents, ")
+    write("web/b.txt", "a text")
+    write("web/c.json", '{"settings": {"body": 1}}')
+    assert f"{tmp_path / 'web'}, 2 files, 41 documents (1 .json left out)" in open_(
+        path=tmp_path / "web", text="meta.body"
+    ).source
+    # Rows with the usual key are rows too: data.text, which they lack, is what is wrong.
+    with pytest.raises(RequestError, match='data.text names "content"'):
+        open_(path=write("d.json", lines("x")), text="content")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jaxdist.config.text_template import TEXT
 from jaxdist.data.readers.arrow import ARROW
 from jaxdist.data.readers.json_lines import JSON_LINES
 from jaxdist.data.readers.llm_c import LLM_C
@@ -26,10 +27,10 @@ READERS: tuple[Reader, ...] = (
 """The first one that takes a file reads it. The last one takes all files."""
 
 
-def reader_of(path: Path) -> Reader:
-    """Return the reader of a file."""
+def reader_of(path: Path, text: str = TEXT) -> Reader:
+    """Return the reader of a file, where the text of its rows is as data.text says."""
     with reading(path):
-        return next(reader for reader in READERS if reader.takes(path))
+        return _first(path, text)
 
 
 def reader_by_key(key: str) -> TextReader:
@@ -54,7 +55,11 @@ def reader_before(path: Path) -> Reader | None:
 def is_token_file(path: Path) -> bool:
     """Return whether a file of data holds tokens."""
     try:
-        return isinstance(next(reader for reader in READERS if reader.takes(path)), TokenReader)
+        return isinstance(_first(path, TEXT), TokenReader)
     except OSError:
         # Why it cannot be read is said where it is opened.
         return False
+
+
+def _first(path: Path, text: str) -> Reader:
+    return next(reader for reader in READERS if reader.takes(path, text))

@@ -105,7 +105,7 @@ def _known(start: bytes) -> bool:
     return start.startswith(FILE) or STREAM.match(start) is not None
 
 
-def _takes(path: Path) -> bool:
+def _takes(path: Path, text: str) -> bool:
     """Return whether a file begins as one of Arrow, whatever it is called, or is called .arrow."""
     if path.suffix.lower() == ".arrow":
         return True

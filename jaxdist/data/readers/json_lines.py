@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.config import RequestError
-from jaxdist.config.text_template import TextTemplate, parse
+from jaxdist.config.text_template import TEXT, TextTemplate, parse
 from jaxdist.data.compressed import ending_of, plain
 from jaxdist.data.readers.reader import Document, OnRead, OpenFile, TextReader, named_keys, unseen
 from jaxdist.files.json_files import is_unicode
@@ -161,17 +161,25 @@ def _lacks(row: dict[str, Any], key: str) -> str:
     return f'has the keys {names}, and data.text names "{key}"; name one of these, or add it'
 
 
-def _takes(path: Path) -> bool:
+def _takes(path: Path, text: str) -> bool:
     """Return whether a file is called .jsonl or .ndjson, or is called .json and begins with such a line."""
     ending = ending_of(path)
-    return ending in ENDINGS or (ending == ".json" and path.is_file() and _holds_lines(path))
+    return ending in ENDINGS or (ending == ".json" and path.is_file() and _holds_lines(path, text))
 
 
-def _holds_lines(path: Path) -> bool:
+def _holds_lines(path: Path, text: str) -> bool:
+    """Return whether the first line has its text at `text`, or at the usual key: then all lines are to be rows."""
     try:
         with path.open("rb") as file:
-            line = plain(file, path).readline(LONGEST_FIRST)
-        _text_of_line(line.removeprefix(MARK), "the first line", parse("text"))
+            line = plain(file, path).readline(LONGEST_FIRST).removeprefix(MARK)
+    except RequestError:
+        return False
+    return any(_has_text(line, key) for key in {text, TEXT})
+
+
+def _has_text(line: bytes, text: str) -> bool:
+    try:
+        _text_of_line(line, "the first line", parse(text))
     except RequestError:
         return False
     return True

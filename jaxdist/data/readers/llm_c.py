@@ -63,7 +63,7 @@ def open_llm_c(path: Path, expected: Expected, on_read: OnRead = unseen) -> Toke
     return TokenFile(tokens, f"llm.c, {form.dtype}")
 
 
-def _takes(path: Path) -> bool:
+def _takes(path: Path, text: str) -> bool:
     """Return whether a file begins with a magic number of llm.c and a small version, whatever it is called."""
     if not path.is_file():
         return False

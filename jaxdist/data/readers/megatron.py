@@ -163,7 +163,7 @@ def _beside(path: Path) -> Path:
     return path.with_suffix(".idx")
 
 
-def _takes(path: Path) -> bool:
+def _takes(path: Path, text: str) -> bool:
     """Return whether such files are named, by either name or by what both begin with."""
     return _has_index(bin_of(path))
 

@@ -62,7 +62,7 @@ def _open(file: BufferedReader) -> ParquetFile:
     return ParquetFile(file, buffer_size=BUFFER, pre_buffer=False, page_checksum_verification=True)
 
 
-def _takes(path: Path) -> bool:
+def _takes(path: Path, text: str) -> bool:
     """Return whether a file begins as Parquet, whatever it is called, or is called so."""
     if path.suffix.lower() == ".parquet":
         return True

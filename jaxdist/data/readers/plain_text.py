@@ -71,7 +71,7 @@ def _describe(root: Path, documents: int) -> str:
     return str(root)
 
 
-def _any(path: Path) -> bool:
+def _any(path: Path, text: str) -> bool:
     return True
 
 

@@ -48,7 +48,7 @@ def _describe(root: Path, documents: int) -> str:
     return f"Python {platform.python_version()} standard library, {documents} files"
 
 
-def _none(path: Path) -> bool:
+def _none(path: Path, text: str) -> bool:
     return False
 
 

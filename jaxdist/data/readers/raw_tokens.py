@@ -151,7 +151,7 @@ def _is_text(start: bytes) -> bool:
     return True
 
 
-def _takes(path: Path) -> bool:
+def _takes(path: Path, text: str) -> bool:
     return path.suffix.lower() == ".bin"
 
 

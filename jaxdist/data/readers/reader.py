@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxdist.config import RequestError
+from jaxdist.config.text_template import TEXT
 from jaxdist.config.values import IdType
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class OpenFile(NamedTuple):
     on_read: OnRead
     block: int
     """Bytes of the pieces into which a reader cuts a text that does not say where its documents end."""
-    text: str = "text"
+    text: str = TEXT
     """Where the text of a row is, as data.text says it."""
     on_empty: Callable[[], None] = uncounted
     """Is called for each text that is empty, which is no document."""
@@ -100,10 +101,10 @@ class Reader:
     """Its name in fingerprints and in the cache: with another key, runs do not find their data again."""
     name: str
     """What messages call it."""
-    takes: Callable[[Path], bool]
-    """Returns whether a file is of this form, by its ending or its content. The file may be absent, or a folder.
+    takes: Callable[[Path, str], bool]
+    """Returns whether a file is of this form, by its ending or its content, and by the keys of its rows with data.text.
 
-    Raises `OSError`.
+    The file may be absent, or a folder. Raises `OSError`.
     """
 
 
