@@ -94,9 +94,10 @@ def test_a_json_file_is_rows_where_its_first_line_has_the_keys(write, tmp_path):
     assert open_(path=path, text="{title}: {meta.body}").source.startswith(f"{path}, 40 documents, ")
     write("web/b.txt", "a text")
     write("web/c.json", '{"settings": {"body": 1}}')
-    assert f"{tmp_path / 'web'}, 2 files, 41 documents (1 .json left out)" in open_(
-        path=tmp_path / "web", text="meta.body"
-    ).source
+    assert (
+        f"{tmp_path / 'web'}, 2 files, 41 documents (1 .json left out)"
+        in open_(path=tmp_path / "web", text="meta.body").source
+    )
     # Rows with the usual key are rows too: data.text, which they lack, is what is wrong.
-    with pytest.raises(RequestError, match='data.text names "content"'):
+    with pytest.raises(RequestError, match=r'data\.text names "content"'):
         open_(path=write("d.json", lines("x")), text="content")
