@@ -73,6 +73,16 @@ def test_wide_ids_are_uint32_and_other_forms_lose_their_headers(web, capsys):
     assert open_(path="out.bin", vocab=100_000).train.tokens.dtype == "uint32"
 
 
+def test_one_wide_part_makes_both_wide(web, capsys):
+    np.arange(0, 100_000, 7).astype("<u4").tofile("train.bin")
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, 500
+    (web / "narrow.bin").write_bytes(header.tobytes() + ids(*range(500)))
+    exported(capsys, "train.bin", "--data.validation-path=narrow.bin", "--export=out/")
+    assert np.fromfile("out/val.bin", "<u4").tolist() == list(range(500))
+    assert np.fromfile("out/train.bin", "<u4").tolist() == list(range(0, 100_000, 7))
+
+
 def test_tokens_of_a_given_tokenizer_keep_its_delimiters(web, capsys):
     (web / "folder").mkdir()
     save_tokenizer(web / "folder/tokenizer.json", end="<s>")
