@@ -74,11 +74,14 @@ class Member:
     """Empty where the job names no sites."""
 
 
-def join(env: ProcessEnv, fault: FaultConfig, devices: int = 1, enough: DeviceUse = USE_ALL) -> ProcessEnv:
+def join(
+    env: ProcessEnv, fault: FaultConfig, devices: int = 1, enough: DeviceUse = USE_ALL, gloo_prints: bool = False
+) -> ProcessEnv:
     """Meet the other processes of the job, if there are any, before anything asks JAX for a device.
 
     `devices` is the number of this process, and `enough(all)` how many of all devices are used. A process none of whose
-    devices are used ends here, and the others get new numbers. Returns the environment of this process among those
+    devices are used ends here, and the others get new numbers. Standard output is kept clean of what gloo prints, and
+    of all that is not printed by Python, unless `gloo_prints`. Returns the environment of this process among those
     that stay. Raises `RequestError` if process 0 cannot be met; ends the process if the others do not come in time.
     """
     if env.alone:
@@ -86,6 +89,8 @@ def join(env: ProcessEnv, fault: FaultConfig, devices: int = 1, enough: DeviceUs
     if not env.on_one_host and not gpus.driver():
         check_own_name()
     _prepare(env)
+    if not gloo_prints:
+        _keep_gloo_off_standard_output()
     bind = _bind_address(env)
     _meet(env, bind, fault)
     everyone = _introduced(env.coordinator, devices, env.site)
@@ -200,6 +205,7 @@ def meet_unchecked(env: ProcessEnv, fault: FaultConfig, on_timeout: Callable[[],
     `on_timeout` is called in a thread after `fault.start_seconds`, and should end the process.
     """
     _prepare(env)
+    _keep_gloo_off_standard_output()
     _initialize(env, _bind_address(env), fault, on_timeout)
     _introduced(env.coordinator, devices=1, site=env.site)
 
@@ -212,7 +218,6 @@ def _prepare(env: ProcessEnv) -> None:
     if not env.leader:
         # Process 0 logs the same.
         logging.getLogger("jax").setLevel(logging.ERROR)
-    _keep_gloo_off_standard_output()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's service takes SIGTERM, and then does not pass it on.
     jax.config.update("jax_enable_preemption_service", False)

@@ -108,7 +108,9 @@ def join(
     lifeline.watch(lambda: _end_without_launcher(env))
     if not env.alone and kv_store.processes() == 1:
         _check_unused(env)
-        env = rendezvous.join(env, FaultConfig(start_seconds=start_seconds))
+        # What it and its children print, and how, is the script's own affair.
+        env = rendezvous.join(env, FaultConfig(start_seconds=start_seconds), gloo_prints=True)
+        _forget_place()
     place = Place(env, _grace())
     if not env.alone:
         # Asked now, because all have to be there: those who met by JAX itself have not been introduced.
@@ -179,6 +181,12 @@ def _end_together(env: ProcessEnv, place: Place) -> None:
 
     sys.excepthook = fail
     atexit.register(_wait_for_others, env, listener, place)
+
+
+def _forget_place() -> None:
+    """Remove the variables by which `launch local` tells a process its place: its children have not got this place."""
+    for name in ProcessEnv().variables:
+        os.environ.pop(name, None)
 
 
 def _describe_lost(processes: Sequence[int]) -> str:

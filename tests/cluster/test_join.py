@@ -43,6 +43,12 @@ def test_they_meet_and_wait_for_the_last():
     assert ended(does, 0) == ["0 2 True 2\n", "1 2 False 2\n"]
 
 
+def test_what_it_and_its_children_print_stays_as_it_is():
+    """And the children are no processes of the job."""
+    does = "import subprocess\nprint('\\x1b[0m')\nsubprocess.run('echo ${JAX_PROCESS_ID:-none}', shell=True)"
+    assert ended(does, 0) == ["\x1b[0m\nnone\n"] * 2
+
+
 def test_an_exit_code_is_kept():
     ended("sys.exit(3)", 3)
 
