@@ -73,7 +73,7 @@ def test_an_interrupt_ends_all():
     assert "ended because process 0 was interrupted" in second
 
 
-@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("early", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_who_waits_at_its_end_says_so_and_not_for_ever(early):
     patch = "from jaxdist.cluster import script\nscript.QUIET_SECONDS, script.LAST_SECONDS = 0.5, 2.0\n"
     said = ended(f"{patch}if me != {early}: time.sleep(1000)", 1)
@@ -92,13 +92,14 @@ sys.exit(jaxdist.STOPPED)
 """
 
 
-@pytest.mark.parametrize(("signalled", "name"), [(0, "SIGTERM"), (1, "SIGUSR1")])
+@pytest.mark.parametrize(("signalled", "name"), [pytest.param(0, "SIGTERM", marks=pytest.mark.slow), (1, "SIGUSR1")])
 def test_a_signal_to_one_stops_all_at_the_same_step(signalled, name):
     first, second = ended(STEPS.format(signalled=signalled, name=name), 85)
     assert first == second
     assert 5 < int(first) < 1000
 
 
+@pytest.mark.slow
 def test_who_does_not_end_in_time_is_ended(monkeypatch):
     monkeypatch.setenv("JAXDIST_GRACE_SECONDS", "4")
     first, second = ended(STEPS.format(signalled=1, name="SIGHUP").replace("break", "time.sleep(1000)"), 85)
@@ -106,6 +107,7 @@ def test_who_does_not_end_in_time_is_ended(monkeypatch):
     assert second == ""
 
 
+@pytest.mark.slow
 def test_who_asks_and_is_not_stopped_ends_as_usual():
     assert ended("print(place, [place.should_stop() for _ in range(9)] == [False] * 9)", 0) == [
         "process 0 of 2 True\n",
