@@ -164,6 +164,8 @@ class DataConfig(Section):
     """Text, JSON lines, Parquet, Arrow, tokens; folder, *.txt or a,b; images: .npz, folder; none: Python's library."""
     mixture: MixtureTable | None = None
     """Sources mixed by weight, instead of path: a table of paths and weights, or "web*0.7,code*0.3", also in path."""
+    changed: bool = False
+    """Let a run that is resumed go on with another mixture: its rows so far stay, new weights hold from there on."""
     tokenizer: FilePath | None = None
     """A tokenizer.json, or the folder of a tokenizer (Hugging Face), for its BOS too; none: train a byte-level BPE."""
     validation_path: FilePaths | None = None

@@ -43,7 +43,7 @@ EXTRAS = [
     JSON,
 ]
 
-OF_ROWS = ("data.pack", "data.augment", "data.prefetch")
+OF_ROWS = ("data.changed", "data.pack", "data.augment", "data.prefetch")
 """Knobs of data that say nothing of what is read."""
 
 USED = (*(name for name in KNOBS if within(name, ["data"]) and name not in OF_ROWS), "model.sequence", "model.vocab")

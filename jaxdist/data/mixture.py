@@ -14,32 +14,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 from jaxtyping import Int, UInt64
 
 from jaxdist.data.order import permute, permute_each, splitmix64, word
+from jaxdist.data.phases import MILLION, Phase, millionths
 
 WINDOW = 1000
 """Rows in which shares are exact to one row."""
 
-PERIOD = 1000
+PERIOD = MILLION // WINDOW
 """Windows after which the numbers of rows of each source repeat."""
 
 PURPOSE = int.from_bytes(b"mixture")
 """Separates the permutations of windows from those of the rows of a source."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Weights that hold from a row on."""
-
-    start: int
-    """The first row; 0 for the first phase."""
-    weights: Mapping[str, float]
-    """By the names of sources; they need not add up to 1. A source that is not named has none."""
 
 
 class Mixture:
@@ -99,7 +89,7 @@ class _Shares:
 
     def __init__(self, seed: int, phase: int, weights: Sequence[Fraction]):
         self._seed = int(splitmix64(splitmix64(word(seed) ^ word(PURPOSE)) + word(phase))[0])
-        self._period = millionths(weights)
+        self._period = np.array(millionths(weights), np.int64)
         """Rows of each source in a period."""
         self._window = self._period // PERIOD + _additional(self._period % PERIOD)
         """[PERIOD, sources]: rows of each source in each window."""
@@ -135,22 +125,6 @@ class _Shares:
         by_source = np.argsort(owners, kind="stable")
         earlier[by_source] = np.arange(WINDOW) - np.repeat(first, counts)
         return owners, earlier
-
-
-def millionths(weights: Sequence[Fraction]) -> Int[np.ndarray, " sources"]:
-    """Return whole millionths of the sum of the weights, which add up to a million: the method of largest remainders.
-
-    Of equal remainders the first ones are rounded up.
-    """
-    whole = WINDOW * PERIOD
-    total = sum(weights)
-    assert total > 0, "a phase without weights"
-    exact = [weight * whole / total for weight in weights]
-    parts = [int(part) for part in exact]
-    by_remainder = sorted(range(len(parts)), key=lambda i: (parts[i] - exact[i], i))
-    for i in by_remainder[: whole - sum(parts)]:
-        parts[i] += 1
-    return np.array(parts, np.int64)
 
 
 def _additional(rest: Int[np.ndarray, " sources"]) -> Int[np.ndarray, "PERIOD sources"]:

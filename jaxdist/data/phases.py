@@ -1,36 +1,24 @@
-"""A mixture in a run: from which row on which weights hold, and how much of each source is read."""
+"""The phases of a run's mixture: from which row on which weights hold. Nothing here imports numpy."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 
 from jaxdist.config.mixture import MixtureConfig
-from jaxdist.data.mixture import Mixture, Phase
 
-MOST_EPOCHS = 4
-"""Epochs of a source above which a warning is due: repeated data teach less and less (Muennighoff et al. 2023)."""
+MILLION = 10**6
 
 
-class Usage(NamedTuple):
-    """What a run reads of a source."""
+@dataclass(frozen=True)
+class Phase:
+    """Weights that hold from a row on."""
 
-    name: str
-    share: float
-    """Part of all rows of the run."""
-    epochs: float
-
-    @property
-    def warning(self) -> str:
-        """What to do about a source that is read too often; empty for none."""
-        if self.epochs <= MOST_EPOCHS:
-            return ""
-        return (
-            f"'{self.name}' is read {self.epochs:.1f} times in this run, and repeated data teach less and less above "
-            f"{MOST_EPOCHS} times; lower its weight, or give more of it"
-        )
-
-    def __str__(self) -> str:
-        return f"{100 * self.share:.4g} % of the rows, {self.epochs:.2f} epochs"
+    start: int
+    """The first row; 0 for the first phase."""
+    weights: Mapping[str, float]
+    """By the names of sources; they need not add up to 1. A source that is not named has none."""
 
 
 def phases_of(mixture: MixtureConfig, steps: int, batch: int) -> list[Phase]:
@@ -38,10 +26,39 @@ def phases_of(mixture: MixtureConfig, steps: int, batch: int) -> list[Phase]:
     return [Phase(mixture.steps_before(phase, steps) * batch, mixture.weights(phase)) for phase in mixture.phases]
 
 
-def usages_of(mixture: Mixture, rows: int) -> list[Usage]:
-    """Return what a run of so many rows reads of each source."""
-    read = mixture.rows_before(rows).tolist()
-    return [
-        Usage(name, count / max(rows, 1), count / size)
-        for name, count, size in zip(mixture.names, read, mixture.sizes.tolist(), strict=True)
-    ]
+def same_phases(one: Sequence[Phase], other: Sequence[Phase]) -> bool:
+    """Return whether two lists of phases give the same rows: weights count by their shares."""
+    return [(phase.start, _shares(phase)) for phase in one] == [(phase.start, _shares(phase)) for phase in other]
+
+
+def continued(before: Sequence[Phase], asked: Sequence[Phase], row: int) -> list[Phase]:
+    """Return the phases of a run that had those `before`, and has those that are `asked` for from a row on.
+
+    A phase whose shares stay the same goes on as it is.
+    """
+    kept = [phase for phase in before if phase.start < row]
+    now = next(phase for phase in reversed(asked) if phase.start <= row)
+    if not kept or _shares(kept[-1]) != _shares(now):
+        kept.append(Phase(row, now.weights))
+    return [*kept, *(phase for phase in asked if phase.start > row)]
+
+
+def _shares(phase: Phase) -> dict[str, int]:
+    """Return the share of each source that has one, in millionths."""
+    names = sorted(name for name, weight in phase.weights.items() if weight)
+    return dict(zip(names, millionths([Fraction(str(phase.weights[name])) for name in names]), strict=True))
+
+
+def millionths(weights: Sequence[Fraction]) -> list[int]:
+    """Return whole millionths of the sum of the weights, which add up to a million: the method of largest remainders.
+
+    Of equal remainders the first ones are rounded up.
+    """
+    total = sum(weights)
+    assert total > 0, "a phase without weights"
+    exact = [weight * MILLION / total for weight in weights]
+    parts = [int(part) for part in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda i: (parts[i] - exact[i], i))
+    for i in by_remainder[: MILLION - sum(parts)]:
+        parts[i] += 1
+    return parts

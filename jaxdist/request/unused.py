@@ -209,6 +209,12 @@ def fraction_held_out(config: Config, known: Known) -> str:
     return "a run with data.validation_path" if config.data.validation_path else ""
 
 
+@needs("data.mixture")
+def mixture(config: Config, known: Known) -> str:
+    """Need several sources."""
+    return "" if config.data.mixture else "a run without data.mixture"
+
+
 @needs("optimizer.name")
 def second_moment(config: Config, known: Known) -> str:
     """Need an update rule with a second moment."""
@@ -375,6 +381,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "pipeline.virtual_stages": (text, pipeline_axis),
     "data.path": ALWAYS,
     "data.mixture": (text,),
+    "data.changed": (mixture,),
     "data.tokenizer": (text,),
     "data.validation_path": ALWAYS,
     "data.validation_fraction": (fraction_held_out,),

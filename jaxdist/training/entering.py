@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from jaxdist.config import Config, RequestError
+from jaxdist.files import WRONG_CONTENT
 from jaxdist.huggingface.folder import KEPT
 from jaxdist.request.pretrained import as_asked
 from jaxdist.training.checkpoint.step_dir import StepDir
+from jaxdist.training.mixture_record import MixtureRecord, asked_by, check_mixture
 from jaxdist.training.resume_check import lengthened, refusal
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import SAVED, run_facts
@@ -106,12 +109,36 @@ def _continuing(folder: RunFolder, config: Config, steps: list[int]) -> Config:
     if config.init_from and not config.data.tokenizer:
         config = config.with_knobs({"data.tokenizer": old.data.tokenizer})
     from_step = int(config.resume) if config.resume.isdecimal() else max(steps)
+    if config.data.mixture and not config.data.tokenizer and _has_own_tokenizer(folder, config, old):
+        config = config.with_knobs({"data.tokenizer": folder.tokenizer_source})
     asked = as_asked(config)
     longer = lengthened(old, asked, from_step)
     if longer:
+        _check_mixture(folder, config, from_step)
         folder.notes.append(longer)
         return config.with_knobs({"optimizer.warmup": old.optimizer.warmup})
     refused = refusal(old, asked)
     if refused:
         raise RequestError(f"run folder {folder.path} holds a run with another config: {refused}")
+    _check_mixture(folder, config, from_step)
     return config
+
+
+def _has_own_tokenizer(folder: RunFolder, config: Config, old: Config) -> bool:
+    """Return whether a run that goes on with another mixture, now or before, reads it with its own tokenizer.
+
+    One that is trained on other sources would make other tokens of the same texts.
+    """
+    changed = config.data.changed and not old.data.tokenizer
+    return folder.tokenizer.is_file() and (changed or old.data.tokenizer == folder.tokenizer_source)
+
+
+def _check_mixture(folder: RunFolder, config: Config, step: int) -> None:
+    """Raise `RequestError` before any data are read, where a step was saved with another mixture than asked for."""
+    asked = asked_by(config)
+    there = None
+    # A step that cannot be read is dealt with where the run looks for its start.
+    with suppress(*WRONG_CONTENT):
+        there = MixtureRecord.of(StepDir(folder.checkpoints).facts(step))
+    if asked and there:
+        check_mixture(there, asked, config.data.changed, config.train.global_batch_size, folder.path)

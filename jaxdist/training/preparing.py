@@ -74,7 +74,7 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
         found = checkpoints.find_start(config.resume, expected=run.engine.abstract_logical)
         facts = checkpoints.facts(found) if found else None
         if facts:
-            folder.same_data(facts["data"], run.task.fingerprint)
+            run.task.go_on(folder.path, facts)
         else:
             check_new(run)
         job.note(READING)

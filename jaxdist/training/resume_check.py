@@ -10,6 +10,7 @@ FREE_ON_RESUME = (
     "mesh",
     "run_dir",
     "resume",
+    "data.changed",
     "data.on_error",
     "data.dtype",
     "data.prefetch",
@@ -49,6 +50,12 @@ def differing(old: Config, new: Config) -> list[str]:
         free.add(STEPS)
     if _warmup_is_derived(old) and _warmup_is_derived(new):
         free.add(WARMUP)
+    if old.data.mixture and new.data.mixture:
+        # What every checkpoint keeps of it is compared (`training.mixture_record`).
+        free.add("data.mixture")
+        if new.data.changed:
+            # The run goes on with its own, and each source is known again by its fingerprint.
+            free.add("data.tokenizer")
     if new.model.frozen and new.init_from:
         # The base may have moved: it is known again by its digest.
         free.add("init_from")

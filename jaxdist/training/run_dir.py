@@ -179,14 +179,6 @@ class RunFolder:
                     return str(folder.facts(step)["data"])
         return None
 
-    def same_data(self, there: str, here: str) -> None:
-        """Raise `RequestError` if the run here was trained on other data: `there` and `here` are fingerprints."""
-        if there != here:
-            raise RequestError(
-                f"the training data is not what the run in {self.path} has seen so far (fingerprint {here[:12]} here, "
-                f"{there[:12]} there); put it back, or name another --run-dir"
-            )
-
     def load_tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the run. Raises `RequestError` if its data came as tokens."""
         if not self.tokenizer.is_file():
@@ -223,8 +215,9 @@ class RunFolder:
     ) -> None:
         """Write how the run was made: its configuration, tokenizer and environment, of which `more` are entries."""
         self.path.mkdir(parents=True, exist_ok=True)
-        # The choice of --resume holds for one start only.
-        write_whole(self.config, to_toml(as_asked(config).model_copy(update={"resume": "auto"})))
+        # These choices hold for one start only.
+        once = {"resume": "auto", "data.changed": False}
+        write_whole(self.config, to_toml(as_asked(config).with_knobs(once)))
         write_whole(self.environment, json.dumps(environment(devices, more), indent=2) + "\n")
         if tokenizer is not None:
             write_whole(self.tokenizer, tokenizer)

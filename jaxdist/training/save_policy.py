@@ -149,6 +149,7 @@ class SavePolicy:
             "steps": self.run.steps,
             "seed": self.run.config.train.seed,
             "data": self.run.task.fingerprint,
+            **self.run.task.facts(),
             "best": None if math.isinf(self.best) else self.best,
             "baseline": self.baseline,
             "late": self.run.step.late,

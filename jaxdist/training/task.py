@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic
 
 import jax
 import numpy as np
@@ -157,6 +157,22 @@ class Task(ABC, Generic[ModelT]):
     def fingerprint(self) -> str:
         """A hash of the data, by which a resumed run recognizes them."""
         return self.data.fingerprint
+
+    def go_on(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Go on with the run in a folder, from a checkpoint with these facts.
+
+        Raises `RequestError` if it was trained on other data.
+        """
+        there = facts["data"]
+        if there != self.fingerprint:
+            raise RequestError(
+                f"the training data is not what the run in {folder} has seen so far (fingerprint "
+                f"{self.fingerprint[:12]} here, {there[:12]} there); put it back, or name another --run-dir"
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the data beside their fingerprint."""
+        return {}
 
     @cached_property
     def rows(self) -> int:

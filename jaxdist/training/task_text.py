@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Int
 
 from jaxdist.config import DataConfig
 from jaxdist.data.batches import AbstractBatch, Batch, BatchLayout, abstract_batch, ordered_batch, token_batch
@@ -16,7 +18,7 @@ from jaxdist.data.held_out import HeldOut
 from jaxdist.data.mixed_rows import MixedRows
 from jaxdist.data.mixture import Mixture
 from jaxdist.data.order import held_out_rows
-from jaxdist.data.phases import phases_of, usages_of
+from jaxdist.data.usage import usages_of
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
@@ -25,6 +27,7 @@ from jaxdist.planning.timing import flops_per_token
 from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
+from jaxdist.training.mixture_record import MixtureRecord, asked_by
 from jaxdist.training.task import Task
 from jaxdist.training.validation import HeldOutPart
 
@@ -92,14 +95,36 @@ class TextTask(Task[Model]):
         return self.data.validation.count
 
     @cached_property
-    def mixture(self) -> Mixture | None:
-        """The order of the rows of several sources; None for a single one."""
-        mixture = self.config.data.mixture
-        if mixture is None:
+    def record(self) -> MixtureRecord | None:
+        """The mixture of the run; None for a single source."""
+        asked = asked_by(self.config)
+        if asked is None:
             return None
-        train = self.config.train
-        sizes = {name: corpus.train.count for name, corpus in self.data.sources.items()}
-        return Mixture(train.seed, sizes, phases_of(mixture, train.steps, train.global_batch_size))
+        rows = {name: corpus.train.count for name, corpus in self.data.sources.items()}
+        fingerprints = {name: corpus.fingerprint for name, corpus in self.data.sources.items()}
+        return MixtureRecord(asked, asked, rows, fingerprints)
+
+    def go_on(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint with these facts, of a mixture with that mixture or, if allowed, with another."""
+        there = MixtureRecord.of(facts)
+        if self.record is None or there is None:
+            super().go_on(folder, facts)
+            return
+        assert "mixture" not in self.__dict__, "rows were drawn before"
+        batch = self.config.train.global_batch_size
+        row = facts["step"] * batch
+        self.record = there.going_on(self.record, row, self.config.data.changed, batch, folder)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the mixture, if there is one."""
+        return self.record.facts() if self.record else {}
+
+    @cached_property
+    def mixture(self) -> Mixture | None:
+        """The order of the rows of several sources; None for a single one. The run has gone on before."""
+        if self.record is None:
+            return None
+        return Mixture(self.config.train.seed, self.record.rows, self.record.phases)
 
     def rows_after(self, step: int) -> np.ndarray:
         """Return the numbers of the rows of that step, of a mixture as `MixedRows` counts them."""
@@ -107,8 +132,19 @@ class TextTask(Task[Model]):
             return super().rows_after(step)
         batch = self.config.train.global_batch_size
         source, row = self.mixture.rows(step * batch + np.arange(batch, dtype=np.int64))
+        return self._firsts[source] + row
+
+    @cached_property
+    def _firsts(self) -> Int[np.ndarray, " sources"]:
+        """The number of the first row of each source of the mixture.
+
+        A source that was left out when the run went on has no rows here, and gets none any more.
+        """
+        assert self.mixture is not None
         assert isinstance(self.data.train, MixedRows)
-        return self.data.train.firsts[source] + row
+        firsts = dict(zip(self.data.sources, self.data.train.firsts.tolist(), strict=False))
+        nowhere = self.data.train.count
+        return np.array([firsts.get(name, nowhere) for name in self.mixture.names])
 
     def about_data(self) -> list[tuple[str, str]]:
         """Return the line about the data; of a mixture, a line for each source too, and warnings."""
@@ -117,6 +153,8 @@ class TextTask(Task[Model]):
             return lines
         train = self.config.train
         usages = usages_of(self.mixture, train.steps * train.global_batch_size)
+        # Not one that was left out when the run went on.
+        usages = [usage for usage in usages if usage.name in self.data.sources]
         lines += [("", f"{self.data.sources[usage.name].source}: {usage}") for usage in usages]
         return lines + [("warning", warning) for usage in usages if (warning := usage.warning)]
 

@@ -8,8 +8,8 @@ from jaxdist.config import RequestError
 from jaxdist.data import shared_tokenizer
 from jaxdist.data.mixed_rows import MixedRows
 from jaxdist.data.mixture import Mixture, Phase
-from jaxdist.data.phases import usages_of
 from jaxdist.data.rows import CutRows
+from jaxdist.data.usage import usages_of
 from tests.data.files import POEM, VOCAB, S, ids, lines, open_, save_tokenizer
 
 CODE = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(300))

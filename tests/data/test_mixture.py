@@ -44,7 +44,7 @@ def test_positions_of_different_sets_do_not_disturb_each_other():
 
 
 def test_weights_become_millionths_by_largest_remainders():
-    parts = lambda *weights: millionths([Fraction(weight) for weight in weights]).tolist()
+    parts = lambda *weights: millionths([Fraction(weight) for weight in weights])
     assert parts(1, 1, 1) == [333_334, 333_333, 333_333]
     assert parts("0.7", "0.2", "0.1") == [700_000, 200_000, 100_000]
     assert parts(1, 10**7) == [0, 1_000_000]

@@ -4,7 +4,6 @@ import pytest
 
 from jaxdist.config import RequestError
 from jaxdist.config.mixture import parse
-from jaxdist.data import __main__ as data_command
 from jaxdist.request import load
 from jaxdist.request.reading import to_toml
 
@@ -138,8 +137,3 @@ def test_a_wrong_mixture_is_refused_in_one_sentence(case):
 def test_a_part_without_a_weight_is_refused():
     with pytest.raises(RequestError, match=r"'src' has no weight; end each part with one, such as 'src\*0.5'"):
         load(None, {"data.path": "web.txt*0.7,src"})
-
-
-def test_one_source_is_looked_at_at_a_time(capsys):
-    with pytest.raises(RequestError, match=r"'web.txt\*0.7,src\*0.3' is a mixture of 2 sources; .* such as 'web.txt'"):
-        data_command.main(["web.txt*0.7,src*0.3"])

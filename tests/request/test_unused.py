@@ -40,6 +40,7 @@ BY_REQUEST = {
         {"parallel.gradient_compression": "powersgd"},
     ),
     "sums_by_powersgd": ({"parallel.gradient_compression": "powersgd"}, {"parallel.gradient_compression": "int8"}),
+    "mixture": ({"data.mixture": "a*0.7,b*0.3"}, {}),
     "fraction_held_out": ({}, {"data.path": __file__, "data.validation_path": recipes.__file__}),
     "second_moment": ({"optimizer.name": "lion"}, {"optimizer.name": "sgd"}),
     "constant_rate": ({"optimizer.schedule": "constant"}, {"optimizer.schedule": "linear"}),

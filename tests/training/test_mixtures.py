@@ -1,18 +1,24 @@
 """Runs on a mixture: the rows of each step, on any mesh."""
 
 import json
+import shutil
+from collections import Counter
 
 import jax
 import numpy as np
 import pytest
 
-from jaxdist.config import Config
-from jaxdist.data.mixture import Mixture, Phase
-from jaxdist.data.order import global_rows
+from jaxdist import train
+from jaxdist.config import Config, RequestError
+from jaxdist.data.mixture import WINDOW, Mixture, Phase, _seed_of
+from jaxdist.data.order import global_rows, permute
+from jaxdist.data.phases import continued, same_phases
 from jaxdist.data.tokens import TokenWriter
 from jaxdist.training import plots
+from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.engine import Means
 from jaxdist.training.metrics import _validation_line
+from jaxdist.training.mixture_record import MixtureRecord
 from jaxdist.training.run import Run
 from jaxdist.training.validation import losses_of_sources
 from tests.training.curves import close, lines
@@ -89,21 +95,6 @@ def test_the_summary_has_a_line_for_each_source(sources):
     ]
 
 
-@pytest.mark.slow
-def test_losses_are_those_of_one_device_on_another_mesh(run, sources):
-    """With micro-batches and batches that are made ahead."""
-    text = ",".join(f"{path}*{weight}" for path, weight in zip(sources.values(), (0.5, 0.3, 0.2), strict=True))
-    options = [f"--data.path={text}", "--train.steps=6", "--validation.every=3", "--validation.batches=0"]
-    one, other = (
-        run(name, *options, *mesh)
-        for name, mesh in {
-            "one": ["--mesh=1x1x1"],
-            "four": ["--mesh=2x2x1", "--train.accumulation=2", "--data.prefetch=5"],
-        }.items()
-    )
-    close(lines(one), lines(other))
-
-
 class Told:
     """Stands for the programs of a run: the loss of a batch is the number of its row, in its mean over real rows."""
 
@@ -170,3 +161,183 @@ def test_losses_of_sources_are_told_and_drawn(tmp_path, monkeypatch):
     of_sources = [f"validation loss of {name}" for name in "abcdefgh"]
     assert labels == ["validation loss", *of_sources, "unigram entropy of the held-out part"]
     assert drawn[0].lines[2].get_ydata().tolist() == [2.1, 2.1]
+
+
+# ---- going on
+
+
+OLD = {"a": 0.7, "b": 0.3}
+NEW = {"a": 0.2, "b": 0.3, "c": 0.5}
+SIZES = {"a": 300, "b": 100, "c": 40}
+
+
+def names_of(mixture, rows):
+    source, row = mixture.rows(np.arange(rows))
+    return [mixture.names[place] for place in source], row
+
+
+@pytest.mark.parametrize("changed_at", [1, 777, 1000, 2500])
+def test_rows_after_a_change_are_those_of_a_plain_simulation(changed_at):
+    """Rows before stay. Those after have the new shares, and go on in each source where it was, in epoch and place."""
+    phases = continued([Phase(0, OLD)], [Phase(0, NEW)], changed_at)
+    rows = changed_at + 3 * WINDOW
+    names, found = names_of(Mixture(3, SIZES, phases), rows)
+    before, rows_before = names_of(Mixture(3, SIZES, [Phase(0, OLD)]), changed_at)
+    assert (names[:changed_at], found[:changed_at].tolist()) == (before, rows_before.tolist())
+    for start in range(changed_at, rows, WINDOW):
+        counts = Counter(names[start : start + WINDOW])
+        assert all(abs(counts[name] - WINDOW * weight) <= 1 for name, weight in NEW.items())
+    seen = Counter()
+    for name, row in zip(names, found.tolist(), strict=True):
+        epoch, place = divmod(seen[name], SIZES[name])
+        assert row == permute(int(_seed_of(3, name)), epoch, SIZES[name], np.array([place]))[0]
+        seen[name] += 1
+
+
+def test_a_change_replaces_the_phases_to_come_alone():
+    there = [Phase(0, {"a": 1}), Phase(50, {"b": 1}), Phase(90, {"a": 1, "b": 1})]
+    starts = lambda phases: [(phase.start, phase.weights) for phase in phases]
+    asked = [Phase(0, {"a": 2}), Phase(60, {"b": 1, "c": 1})]
+    assert starts(continued(there, asked, 70)) == [*starts(there[:2]), (70, {"b": 1, "c": 1})]
+    assert starts(continued(there, asked, 50)) == [(0, {"a": 1}), (60, {"b": 1, "c": 1})]
+    assert starts(continued(there, asked, 55)) == [*starts(there[:2]), (55, {"a": 2}), (60, {"b": 1, "c": 1})]
+    assert starts(continued(there, there, 20)) == starts(there)
+    assert same_phases([Phase(0, {"a": 7, "b": 3})], [Phase(0, {"b": 0.3, "a": 0.7, "c": 0})])
+    assert not same_phases([Phase(0, {"a": 1})], [Phase(8, {"a": 1})])
+
+
+def saved(run, step):
+    """The facts of the run's data that a checkpoint keeps, as JSON gives them back."""
+    return json.loads(json.dumps({"step": step, "data": run.task.fingerprint, **run.task.facts()}))
+
+
+def order(run, steps=range(0, 100, 9)):
+    return [run.task.rows_after(step).tolist() for step in steps]
+
+
+def gone_on(facts, steps=100, **data):
+    run = run_on(steps, **data)
+    run.task.go_on("runs/x", facts)
+    return run
+
+
+def test_a_run_goes_on_with_its_mixture(sources):
+    mixture = table(sources, OLD, {"from": 0.5, "c": 1})
+    first = run_on(mixture=mixture)
+    again = gone_on(
+        saved(first, 30), mixture={**mixture, "a": {**mixture["a"], "weight": 7}, "b": {**mixture["b"], "weight": 3}}
+    )
+    assert order(again) == order(first)
+
+
+def test_another_mixture_is_refused_with_both_or_taken_from_there_on(sources):
+    first = run_on(mixture=table(sources, {**OLD, "c": 0.1}))
+    asked = table(sources, NEW)
+    with pytest.raises(RequestError) as error:
+        gone_on(saved(first, 40), mixture=asked)
+    assert error.value.problems == [
+        "run folder runs/x holds a run with another mixture (a 63.64 %, b 27.27 %, c 9.091 % there, c 50 %, b 30 %, "
+        "a 20 % here); ask for the same, or change it from here on with --data.changed true"
+    ]
+    changed = gone_on(saved(first, 40), mixture=asked, changed=True)
+    assert order(changed, range(40)) == order(first, range(40))
+    assert order(changed, range(40, 60)) != order(first, range(40, 60))
+    # The next time nobody has to allow it, from before or after the next checkpoint.
+    assert order(gone_on(saved(changed, 55), mixture=asked)) == order(changed)
+    assert order(gone_on(saved(first, 40), mixture=asked, changed=True)) == order(changed)
+    # Back to a step before the change, with the first mixture.
+    assert order(gone_on(saved(first, 20), mixture=table(sources, {**OLD, "c": 0.1}))) == order(first)
+    with pytest.raises(RequestError, match="holds a run with another mixture"):
+        gone_on(saved(changed, 55), mixture=table(sources, {**OLD, "c": 0.1}))
+
+
+def test_a_source_may_be_added_or_left_out(sources):
+    two = {name: sources[name] for name in ("a", "b")}
+    first = run_on(mixture=table(two, OLD))
+    added = gone_on(saved(first, 40), mixture=table(sources, NEW), changed=True)
+    parts = lambda run, steps: [
+        np.searchsorted(run.task.data.train.firsts, rows, "right") - 1 for rows in order(run, steps)
+    ]
+    assert np.array_equal(parts(added, range(40)), parts(first, range(40)))
+    assert 2 in np.concatenate(parts(added, range(40, 80)))
+    without = gone_on(
+        saved(added, 70), mixture=table({name: sources[name] for name in ("b", "c")}, {"b": 1, "c": 1}), changed=True
+    )
+    assert set(np.concatenate(parts(without, range(70, 100))).tolist()) == {0, 1}
+    assert [name for name, _ in without.task.about_data()] == ["data", "", "", "warning"]
+    assert without.task.mixture.rows_before(70 * BATCH).tolist() == added.task.mixture.rows_before(70 * BATCH).tolist()
+
+
+def test_other_data_under_the_same_name_are_refused(sources, tmp_path):
+    first = run_on(mixture=table(sources, NEW))
+    moved = {name: str(shutil.copy(path, tmp_path / f"moved-{name}.bin")) for name, path in sources.items()}
+    assert order(gone_on(saved(first, 40), mixture=table(moved, NEW))) == order(first)
+    with TokenWriter(tmp_path / "other.bin", "uint16") as writer:
+        writer.write(np.arange(900) % 98)
+    with pytest.raises(RequestError, match=r"the data of 'b' are not what the run in runs/x has seen .*fingerprint"):
+        gone_on(saved(first, 40), mixture=table({**moved, "b": str(tmp_path / "other.bin")}, NEW), changed=True)
+
+
+def test_a_longer_run_moves_phases_that_begin_at_a_part_of_it(sources):
+    mixture = table(sources, OLD, {"from": 0.5, "c": 1})
+    first = run_on(mixture=mixture)
+    with pytest.raises(RequestError, match=r"after 50 steps c 100 % there, .*after 100 steps c 100 % here"):
+        gone_on(saved(first, 30), 200, mixture=mixture)
+    longer = gone_on(saved(first, 30), 200, mixture=mixture, changed=True)
+    assert order(longer, range(50)) == order(first, range(50))
+    assert [phase.start for phase in longer.task.record.phases] == [0, 100 * BATCH]
+
+
+def test_a_mixture_and_a_single_source_are_other_data(sources):
+    mixed, single = run_on(mixture=table(sources, NEW)), run_on(path=sources["a"])
+    for one, other in ((mixed, single), (single, mixed)):
+        with pytest.raises(RequestError, match="the training data is not what the run in runs/x has seen so far"):
+            one.task.go_on("runs/x", saved(other, 5))
+
+
+def test_a_record_that_is_damaged_is_refused():
+    for damaged in (
+        [],
+        {"asked": 3},
+        {"asked": [{"row": "x", "weights": {}}], "phases": [], "rows": {}, "fingerprints": {}},
+    ):
+        with pytest.raises(RequestError, match="what the checkpoint keeps of the mixture cannot be read"):
+            MixtureRecord.of({"mixture": damaged})
+
+
+# ---- whole runs
+
+
+def short(sources, *weights):
+    return "--data.path=" + ",".join(
+        f"{path}*{weight}" for path, weight in zip(sources.values(), weights, strict=False)
+    )
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_one_device_on_another_mesh(run, sources):
+    """With micro-batches and batches that are made ahead."""
+    options = [short(sources, 0.5, 0.3, 0.2), "--train.steps=6", "--validation.every=3", "--validation.batches=0"]
+    one, other = (
+        run(name, *options, *mesh)
+        for name, mesh in {
+            "one": ["--mesh=1x1x1"],
+            "four": ["--mesh=2x2x1", "--train.accumulation=2", "--data.prefetch=5"],
+        }.items()
+    )
+    close(lines(one), lines(other))
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on_with_other_weights(sources, killed, request_of, capsys):
+    """From the last checkpoint on; the tables are compared before any data are read."""
+    folder = killed("run", 7, 5, short(sources, 0.5, 0.5))
+    other = short(sources, 0.1, 0.3, 0.6)
+    with pytest.raises(RequestError, match=r"another mixture \(.*a.bin 50 %, .*b.bin 50 % there, .*c.bin 60 %"):
+        train.main(request_of("run", other))
+    capsys.readouterr()
+    assert train.main(request_of("run", other, "--data.changed=true")) == 0
+    assert "changed = false" in (folder / "config.toml").read_text()
+    facts = StepDir(folder / "checkpoints").facts(20)["mixture"]
+    assert [phase["row"] for phase in facts["phases"]] == [0, 5 * 8]
+    assert train.main(request_of("run", other)) == 0  # it is finished, and nothing is refused
