@@ -53,7 +53,8 @@ def test_text_without_a_tokenizer_is_told_in_bytes(web, capsys):
     assert sum(one["bytes"] for one in source["forms"]) == source["bytes"]
     written = [*TEXTS[:60], *TEXTS[100:104], TEXTS[0], TEXTS[2], *TEXTS[104:], POEM]
     documents = found["documents"]
-    assert (documents["count"], documents["empty"], documents["tokens"]) == (len(written), 1, None)
+    assert (documents["count"], documents["empty"], documents["bad"]) == (len(written), 1, 0)
+    assert documents["tokens"] is None
     assert documents["bytes"]["total"] == sum(len(text.encode()) for text in written)
     assert documents["bytes"]["longest"] == len(POEM.encode())
     repeated = len(written) - len(set(written))
@@ -146,7 +147,7 @@ def test_documents_of_tokens_are_told_apart_by_their_tokenizer(web, capsys):
 
 
 def test_all_that_is_refused_is_told_beside_what_is_not(web, capsys):
-    (web / "web/c.jsonl").write_text(lines("good") + "no json\n" + lines("never read"))
+    (web / "web/c.jsonl").write_text(lines("good") + "no json\n" + lines("read too"))
     (web / "web/d.txt").write_bytes(b"abc\xff\n")
     with pytest.raises(RequestError) as refused:
         main(["web", "--json"])
@@ -158,7 +159,24 @@ def test_all_that_is_refused_is_told_beside_what_is_not(web, capsys):
     with pytest.raises(RequestError, match=r"line 2 of 'web/c.jsonl' is not JSON") as of_training:
         open_(path="web")
     assert of_training.value.problems == [json_line]
-    assert found["documents"]["count"] == 84  # with "good"
+    assert (found["documents"]["count"], found["documents"]["bad"]) == (85, 1)  # and the file is read to its end
+
+
+def test_rows_that_are_skipped_are_counted(web, capsys):
+    rows = lines(*[f"text {i}" for i in range(300)]).splitlines()
+    (web / "some.jsonl").write_text("\n".join([*rows, "{", "[]", *rows]))
+    found = told(capsys, "some.jsonl", "--data.on-error=skip")["documents"]
+    assert (found["count"], found["bad"]) == (600, 2)
+    (web / "many").mkdir()
+    for name in ("a", "b"):
+        (web / f"many/{name}.jsonl").write_text("\n".join([*rows, *["{"] * 60]))
+    with pytest.raises(RequestError) as refused:
+        main(["many", "--data.on-error=skip"])
+    assert "120 rows without a text that can be read" in capsys.readouterr().out
+    with pytest.raises(RequestError) as of_training:
+        open_(path="many", on_error="skip")
+    assert refused.value.problems == of_training.value.problems
+    assert refused.value.problems[0].startswith("101 of 701 rows cannot be read")
 
 
 @pytest.mark.parametrize("path", ["nowhere", "s3://bucket/web", "owner/name"])

@@ -59,7 +59,7 @@ def look(asked: Asked, found: Mapping[str, Sources], progress: Progress) -> Look
     """Return what the data of each source are. Reads all of them; what training would refuse is in the result."""
     figures: Figures = {
         "sources": list(_of_files(asked, found)),
-        "documents": dict.fromkeys(("count", "empty", "bytes", "tokens")),
+        "documents": dict.fromkeys(("count", "empty", "bad", "bytes", "tokens")),
         **dict.fromkeys(("duplicates", "tokens", "rows")),
         "samples": [],
     }
@@ -137,6 +137,7 @@ def _tell_texts(texts: TextDocuments, figures: Figures) -> None:
     figures["documents"] |= {
         "count": texts.lengths.documents,
         "empty": texts.empty,
+        "bad": texts.bad,
         "bytes": texts.lengths.figures(),
     }
     found = texts.hashes.duplicates()

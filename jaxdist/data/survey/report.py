@@ -65,9 +65,12 @@ def _form(form: Mapping[str, Any], alone: bool) -> str:
 
 
 def _documents(documents: Mapping[str, Any]) -> Iterator[str]:
-    empty = documents["empty"]
-    left_out = f"; {counted(empty, 'empty text')} left out" if empty else ""
-    yield f"documents   {documents['count']:,}{left_out}"
+    others = []
+    if documents["empty"]:
+        others.append(f"{counted(documents['empty'], 'empty text')} left out")
+    if documents["bad"]:
+        others.append(f"{counted(documents['bad'], 'row')} without a text that can be read")
+    yield "; ".join([f"documents   {documents['count']:,}", *others])
     for unit in UNITS:
         lengths = documents[unit]
         if lengths and lengths["documents"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,8 @@ import xxhash
 from jaxdist.config import RequestError
 from jaxdist.data.progress import Pass, Progress
 from jaxdist.data.readers.reader import OnRead
-from jaxdist.data.sources import Source
+from jaxdist.data.skipped import Skipped
+from jaxdist.data.sources import Source, TextFile
 from jaxdist.data.survey.duplicates import Hashes
 from jaxdist.data.survey.lengths import Lengths
 
@@ -45,6 +46,31 @@ class Sample(NamedTuple):
     """At most `SHOWN` characters."""
 
 
+class _Rows(Skipped):
+    """Counts the rows of a source that cannot be read, and goes on behind those that a training refuses."""
+
+    def __init__(self, skips: bool):
+        super().__init__(skips)
+        self.found = 0
+        """Rows that cannot be read."""
+        self._refusals: list[str] = []
+
+    def bad(self, error: RequestError) -> None:
+        """Count a row, and keep what a training says of it."""
+        self.found += 1
+        try:
+            super().bad(error)
+        except RequestError as refusal:
+            # Of each file the first one is told.
+            self._refusals = self._refusals or refusal.problems
+
+    def take_refusals(self) -> list[str]:
+        """Return what a training says of the file that was read, which is not said again."""
+        refusals = self._refusals
+        self._refusals = []
+        return refusals
+
+
 @dataclass
 class TextDocuments:
     """What the documents of all files are."""
@@ -53,6 +79,8 @@ class TextDocuments:
     """In bytes of UTF-8."""
     empty: int = 0
     """Texts without a character, which are no documents."""
+    bad: int = 0
+    """Rows that have no text that can be read."""
     hashes: Hashes = field(default_factory=Hashes)
     """Of the texts in UTF-8."""
     samples: list[tuple[int, Sample]] = field(default_factory=list)
@@ -69,12 +97,15 @@ class TextDocuments:
         found = cls()
         reading = Pass(progress, "reading documents", sum(source.size for source in sources))
         for source in sources:
-            for file in source.files:
+            rows = _Rows(source.skips)
+            for file in source.texts():
                 found._files.append((found.hashes.count, file.path))
                 try:
-                    found._read(replace(source, files=(file,)), reading.read)
+                    found._read(file, reading.read, rows)
                 except RequestError as error:
                     found.problems += error.problems
+                found.problems += rows.take_refusals()
+            found.bad += rows.found
         found.samples.sort()
         return found
 
@@ -83,11 +114,11 @@ class TextDocuments:
         first, file = self._files[bisect_right(self._files, number, key=lambda one: one[0]) - 1]
         return Place(file, number - first + 1)
 
-    def _read(self, source: Source, on_read: OnRead) -> None:
+    def _read(self, file: TextFile, on_read: OnRead, rows: Skipped) -> None:
         content = xxhash.xxh3_64()
         size = 0
         start = ""
-        for piece in source.documents(on_read=on_read, on_empty=self._count_empty):
+        for piece in file.documents(on_read, on_empty=self._count_empty, rows=rows):
             encoded = piece.text.encode()
             content.update(encoded)
             size += len(encoded)
