@@ -107,6 +107,7 @@ def join(
     env = _met() or find(_options(coordinator, processes, process_id))
     lifeline.watch(lambda: _end_without_launcher(env))
     if not env.alone and kv_store.processes() == 1:
+        sys.excepthook = _refuse
         _check_unused(env)
         # What it and its children print, and how, is the script's own affair.
         env = rendezvous.join(env, FaultConfig(start_seconds=start_seconds), gloo_prints=True)
@@ -129,6 +130,7 @@ def check_joined() -> None:
     with suppress(RequestError):
         env = find(ClusterConfig())
     if not env.alone:
+        sys.excepthook = _refuse
         raise RequestError(
             f"{env.source} say that this is process {env.process} of {env.processes}, but it has not joined the "
             f"others; call jaxdist.join() at the beginning of the script, before anything uses jax "
@@ -141,6 +143,15 @@ def _met() -> ProcessEnv | None:
     if kv_store.processes() == 1:
         return None
     return ProcessEnv(kv_store.processes(), kv_store.process(), kv_store.coordinator(), "jax.distributed.initialize")
+
+
+def _refuse(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End this process, which is one of several but has not joined, as a command ends: by a sentence, and its code."""
+    if not isinstance(error, RequestError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    faults.say(ProcessEnv(), *error.problems)
+    faults.leave(ProcessEnv(), error.exit_code)
 
 
 def _options(coordinator: str, processes: int, process_id: int) -> ClusterConfig:

@@ -67,6 +67,21 @@ def test_a_mistake_in_the_request_is_a_sentence():
     assert re.fullmatch(r"\[\S+ process 1\] no such mesh\n", ended(does, 2)[1])
 
 
+@pytest.mark.parametrize(
+    ("program", "fragment"),
+    [
+        ("from jaxdist.cluster.script import check_joined\ncheck_joined()", "but it has not joined the others; call"),
+        ("import jax, jaxdist\njax.devices()\njaxdist.join()", "calls jaxdist.join() after jax has made its devices"),
+    ],
+)
+def test_who_cannot_join_is_told_so_and_not_started_again(program, fragment):
+    environment = os.environ | ProcessEnv(2, 1, "127.0.0.1:1").variables | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert fragment in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_an_interrupt_ends_all():
     first, second = ended("if me == 0: os.kill(os.getpid(), signal.SIGINT)" + WAITS, 85)
     assert re.fullmatch(r"\[\S+ process 0\] interrupted\n", first)
@@ -126,6 +141,7 @@ def test_alone_it_does_nothing():
 def unjoined(monkeypatch):
     """A process that has not joined, of the two that its environment names."""
     monkeypatch.setattr(script, "_joined", [])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     for name, text in ProcessEnv(2, 1, "127.0.0.1:1234").variables.items():
         monkeypatch.setenv(name, text)
 
