@@ -159,8 +159,8 @@ BATCHES = {
     "no rows": (batch(rows=0), r"label of shape \(0,\), x of shape \(0, 12\); .* one row or more"),
     "nothing": ({}, r"holds nothing"),
     "unequal": ({"x": np.ones((16, 12)), "label": np.ones(8)}, r"label of shape \(8,\), x of shape \(16, 12\)"),
-    "a number": ({"x": np.ones((16, 12)), "rate": 1.0}, r"rate of shape \(\), x of shape"),
-    "lists": ({"x": np.ones((16, 12)).tolist()}, r"x.0.0 of shape \(\), .* 186 more; give arrays"),
+    "a table": ({"x": np.ones((16, 12)), "rate": np.ones(3)}, r"rate of shape \(3,\), .*; give .* by batch_dims which"),
+    "lists": ({"x": np.ones((16, 12)).tolist()}, r"no array of the batch \(x.0.0, .*\) has rows"),
     "text": ({"x": np.array(["a"] * 16)}, r"x of a batch holds <U1; give numbers"),
 }
 

@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 from jaxdist.api.applying import Application
+from jaxdist.api.batches import Batches
 from jaxdist.api.gathering import on_host
 from jaxdist.api.means import MeanCheck
 from jaxdist.api.request import (
@@ -21,13 +22,13 @@ from jaxdist.api.request import (
     Precision,
     Shard,
     Zero,
+    check_batch_dims,
     check_gradients,
     check_no_schedule,
     check_trained,
     check_values,
     check_whole_rows,
     layout_of,
-    rows_of,
     to_be_split,
     unruled,
     unsplit,
@@ -39,7 +40,7 @@ from jaxdist.mesh import BATCH_AXES, PIPELINE, describe, make_mesh, parse_mesh
 from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
 from jaxdist.models.stacked import scan, stack
-from jaxdist.output.units import counted
+from jaxdist.parallel.arranged import ROWS_FIRST, BatchDims
 from jaxdist.parallel.foreign import arguments_of, on_shards
 from jaxdist.parallel.partial_trees import part_of
 from jaxdist.parallel.placement import trained
@@ -69,6 +70,7 @@ def parallelize(
     rules: Rules | None = None,
     shard: Shard = 0,
     wrt: Wrt | None = None,
+    batch_dims: BatchDims | None = None,
     schedule: str = "1f1b",
     virtual_stages: int = 1,
     devices: Sequence[jax.Device] | None = None,
@@ -104,6 +106,10 @@ def parallelize(
 
     With the last two, `nnx.BatchStat` floats are averaged over devices; other variables that depend on rows raise.
 
+    The arrays of a batch have their rows first. Numbers and random keys have none: all devices and micro-batches get
+    them. `batch_dims` says of others, by their path, which dim counts rows, `{"tokens": 1}`, or that none does,
+    `{"mask": None}`.
+
     `wrt(name)` says of each parameter, by its path such as "conv.kernel", whether it is trained (with respect to it);
     None trains all. A frozen one has no gradient, no traffic for one and no optimizer state, and lies between steps as
     ZeRO would split it. `state.params` holds the trained ones, `state.frozen` the others.
@@ -117,6 +123,7 @@ def parallelize(
     `print` of the result says both.
     """
     check_values(mesh, zero, precision, accumulation, scope, shard, rules, wrt)
+    check_batch_dims(batch_dims)
     foreign.check_call("loss_fn", loss_fn, ("module", "batch"))
     shape = parse_mesh(mesh)
     check_whole_rows(mesh, shape)
@@ -140,7 +147,7 @@ def parallelize(
         stages = stages_of_module(model, shape[PIPELINE], virtual_stages)
         forward = ModulePipelineForward(model, layout, stages, schedule, accumulation, dtype, options)
     else:
-        forward = ModuleForward(model, loss_fn, layout, scope, dtype, options)
+        forward = ModuleForward(model, loss_fn, layout, scope, dtype, options, batch_dims or ROWS_FIRST)
         check = MeanCheck(forward, accumulation * (1 if scope == "batch" else layout.ranks))
     notes = [_note_unsplit(layout, forward, split) if zero else ""]
     without_rule = unruled(layout, model, rules or {})
@@ -153,7 +160,7 @@ def parallelize(
     step = Step(forward, rule, keep=precision == "mixed", takes_loss="value" in takes)
     compiler_options = xla_options.options_for(device_mesh, sequence=bool(layout.sequence_parallel))
     engine = Engine(device_mesh, layout, step, compiler_options)
-    return Parallel(engine, model, accumulation, "; ".join(filter(None, notes)), check, takes)
+    return Parallel(engine, model, accumulation, "; ".join(filter(None, notes)), check, takes, batch_dims or ROWS_FIRST)
 
 
 def _note_unsplit(layout: Layout, forward: Forward, split: Params) -> str:
@@ -175,11 +182,12 @@ class Parallel:
         note: str,
         check: MeanCheck | None,
         takes: tuple[str, ...],
+        batch_dims: BatchDims,
     ):
         """`note` says which parameters ZeRO leaves whole, and which names no rule splits; or it is empty.
 
         `check` looks at the first batches; None for a pipeline, whose head returns a mean over rows. `takes` are
-        the further arguments that the optimizer's update must have.
+        the further arguments that the optimizer's update must have, `batch_dims` the dims of rows.
         """
         self.mesh = engine.mesh
         self.layout = engine.layout
@@ -188,6 +196,7 @@ class Parallel:
         self._engine = engine
         self._note = note
         self._mean_check = check
+        self._batches = Batches(engine, accumulation, batch_dims)
         self._takes = takes
         self._differentiating: dict[LossFunction, Engine] = {}
         self._application = Application(engine, model)
@@ -213,17 +222,18 @@ class Parallel:
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one optimizer step, compiled at the first call. `state` is donated: its memory is used again.
 
-        `batch` has the rows of one step over the whole mesh; each of several processes gives all of them, the same, and
-        its devices take theirs. A loss or gradient that is not finite changes nothing but the counts. Raises
-        `ValueError` for a batch that does not divide, and for a state that was donated or lies on another mesh.
+        `batch` has the rows of one step over the whole mesh. Each of several processes gives all of them, the same, and
+        its devices take theirs; or all give one global array, as `jax.make_array_from_process_local_data` makes it of
+        the rows of each and `batch_sharding`. A loss or gradient that is not finite changes nothing but the counts.
+        Raises `ValueError` for a batch that does not divide, and for a state that was donated or lies on another mesh.
         """
         self._check_state(state)
         self._check_arguments({"value"})
-        batch = self._checked(batch)
+        rows = self._batches.checked(batch)
         if self._mean_check is not None:
-            self._mean_check.look(batch)
+            self._mean_check.look(rows)
         with jax.set_mesh(self.mesh):
-            return self._engine.train(state, self._engine.micro_batches(batch, self.accumulation))
+            return self._engine.train(state, self._batches.micro_batches(rows))
 
     def gradients(self, state: TrainState, batch: Batch, loss_fn: LossFunction | None = None) -> Gradients:
         """Return loss and gradients of `batch`, over all micro-batches and devices: the first half of a step.
@@ -233,12 +243,12 @@ class Parallel:
         `loss_fn`.
         """
         self._check_state(state)
-        batch = self._checked(batch)
+        rows = self._batches.checked(batch)
         if loss_fn is None and self._mean_check is not None:
-            self._mean_check.look(batch)
+            self._mean_check.look(rows)
         engine = self._engine if loss_fn is None else self._engine_for(loss_fn)
         with jax.set_mesh(self.mesh):
-            return engine.differentiate(state, engine.micro_batches(batch, self.accumulation))
+            return engine.differentiate(state, self._batches.micro_batches(rows))
 
     def update(self, state: TrainState, gradients: Gradients, **extra: Any) -> tuple[TrainState, Metrics]:
         """Take a step with what `gradients` returned: the second half of a step, with its bits. `state` is donated.
@@ -282,20 +292,9 @@ class Parallel:
         once. A pipeline raises `ValueError` for them.
         """
         self._check_state(state)
-        rows = rows_of(batch)
-        ranks = self.layout.ranks
-        even = rows - rows % ranks
-        if even < rows and self._engine.step.forward.stages is not None:
-            near = f"{even} or {even + ranks}" if even else ranks
-            raise ValueError(f"{rows} rows do not divide by the {ranks} parts of a batch; give {near}")
-        parts: list[tuple[slice, tuple[str | None, ...]]] = []
-        if even:
-            parts.append((slice(0, even), (None, BATCH)))
-        if even < rows:
-            parts.append((slice(even, rows), ()))
         with jax.set_mesh(self.mesh):
-            batches = (self._part(batch, *part) for part in parts)
-            found = self._engine.measure(self._engine.step.whole(state), state.variables, batches)
+            parts = self._batches.parts(batch)
+            found = self._engine.measure(self._engine.step.whole(state), state.variables, parts)
         assert found is not None, "there is a batch"
         return found.values
 
@@ -313,9 +312,10 @@ class Parallel:
         with jax.set_mesh(self.mesh):
             return self._application(fn, self._engine.step.whole(state), state.variables, args, train)
 
-    def _part(self, batch: Batch, rows: slice, dims: tuple[str | None, ...]) -> Batch:
-        """Return some rows of `batch` on the mesh, laid out by `dims`."""
-        return jax.tree.map(lambda a: self._engine.put(a[rows][None], dims), batch)
+    @property
+    def batch_sharding(self) -> jax.sharding.NamedSharding:
+        """The sharding of a global array of a batch, whose first dim are the rows."""
+        return self._engine.sharding((BATCH,))
 
     @cached_property
     def shardings(self) -> TrainState:
@@ -366,7 +366,7 @@ class Parallel:
         divide.
         """
         with jax.set_mesh(self.mesh):
-            return self._engine.lower(self._engine.abstract_micro_batches(self._checked(batch), self.accumulation))
+            return self._engine.lower(self._batches.abstract_micro_batches(self._batches.checked(batch)))
 
     def collectives(self, batch: Batch) -> list[Collective]:
         """Return the collectives of a step, read from the compiled program."""
@@ -395,20 +395,6 @@ class Parallel:
                 f"this state lies on the mesh {describe(mesh.shape)}, not on {describe(self.mesh.shape)} or its "
                 f"devices; save it there and restore it here"
             )
-
-    def _checked(self, batch: Batch) -> Batch:
-        """Return `batch`; raise `ValueError` where its rows do not divide."""
-        rows = rows_of(batch)
-        unit = self.layout.ranks * self.accumulation
-        rest = rows % unit
-        if rest:
-            near = f"{rows - rest} or {rows - rest + unit}" if rows > unit else f"{unit}"
-            raise ValueError(
-                f"a batch of {rows} rows does not divide by {counted(self.accumulation, 'micro-batch')} x "
-                f"{counted(self.layout.ranks, 'part')} of the batch; give {near} rows, or change the mesh or "
-                f"accumulation"
-            )
-        return batch
 
 
 def _synchronize_statistics(scope: Scope, mesh: jax.sharding.Mesh, module: nnx.Module) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxdist.models.foreign import cast
 from jaxdist.parallel import divisors
+from jaxdist.parallel.arranged import Arranged, rejoin
 from jaxdist.parallel.divisors import Divisors
-from jaxdist.sharding import Tree, Weighted
+from jaxdist.sharding import Weighted
 from jaxdist.training.forward.module import ModuleForward
 
 STEPS = 8
@@ -28,16 +29,17 @@ class MeanCheck:
         self.steps_left = STEPS if parts > 1 else 0
         self._divisors: Divisors | None = None
 
-    def look(self, batch: Tree) -> None:
-        """Warn, once, if these parts of `batch` have unequal weights; `batch` has arrays [B, ...]."""
-        if not self.steps_left:
+    def look(self, batch: Arranged) -> None:
+        """Warn, once, if these parts of `batch` have unequal weights; its arrays with rows are [B, ...]."""
+        if not self.steps_left or not all(getattr(a, "is_fully_addressable", True) for a in jax.tree.leaves(batch)):
             return
         if self.steps_left == STEPS:
             self._divisors = self._found(batch)
         self.steps_left = self.steps_left - 1 if self._divisors else 0
         if self._divisors is None:
             return
-        unequal = divisors.differ(self._divisors, [np.asarray(leaf) for leaf in jax.tree.leaves(batch)], self.parts)
+        rows = [np.asarray(leaf) for leaf in jax.tree.leaves(batch.rows)]
+        unequal = divisors.differ(self._divisors, rows, jax.tree.leaves(batch.shared), self.parts)
         if unequal is None:
             return
         self.steps_left = 0
@@ -49,14 +51,15 @@ class MeanCheck:
             stacklevel=3,
         )
 
-    def _found(self, batch: Tree) -> Divisors | None:
+    def _found(self, batch: Arranged) -> Divisors | None:
         """Return the divisors of the loss function; None for a loss that says its weight itself."""
 
-        def loss(module: Any, part: Tree) -> jax.Array:
+        def loss(module: Any, part: Arranged) -> jax.Array:
             params, variables = module
             params, part = cast((params, part), self.forward.dtype)
             # As an evaluation: in training batch norm may look across devices, which are not there.
-            found, _, _ = self.forward.model.loss(self.forward.loss_fn, params, variables, part, train=False)
+            whole = rejoin(part, self.forward.batch_dims)
+            found, _, _ = self.forward.model.loss(self.forward.loss_fn, params, variables, whole, train=False)
             return found.total if isinstance(found, Weighted) else found
 
         def part_of(a: Any) -> jax.ShapeDtypeStruct:
@@ -66,4 +69,5 @@ class MeanCheck:
             )
 
         model = self.forward.model
-        return divisors.of_loss(loss, (model.abstract, model.variables), jax.tree.map(part_of, batch))
+        part = batch._replace(rows=jax.tree.map(part_of, batch.rows))
+        return divisors.of_loss(loss, (model.abstract, model.variables), part)

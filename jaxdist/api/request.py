@@ -40,7 +40,8 @@ def rows_of(batch: Batch) -> int:
         if len(arrays) > LISTED:
             arrays[LISTED:] = [f"{len(arrays) - LISTED} more"]
         raise ValueError(
-            f"a batch holds {', '.join(arrays) or 'nothing'}; give arrays that share their leading dim, one row or more"
+            f"a batch holds {', '.join(arrays) or 'nothing'}; give arrays that share their leading dim, one row or "
+            f"more, or say by batch_dims which dim of others counts rows"
         )
     for name, leaf in leaves.items():
         dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
@@ -76,6 +77,14 @@ def check_trained(model: Foreign, wrt: Wrt | None) -> None:
         raise ValueError(
             f"wrt is false for all {len(names)} parameters ({', '.join(names[:LISTED])}, ...); choose one to train"
         )
+
+
+def check_batch_dims(dims: Any) -> None:
+    """Raise `ValueError` unless these are dims of rows by the paths of arrays."""
+    if dims is None:
+        return
+    if not isinstance(dims, Mapping) or not all(dim is None or _is_integer(dim) for dim in dims.values()):
+        raise ValueError(f"batch_dims is {dims!r}; give a dict of dims, or None, such as {{'tokens': 1, 'mask': None}}")
 
 
 def check_gradients(gradients: Any, params: Params) -> None:

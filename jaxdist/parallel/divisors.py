@@ -78,12 +78,14 @@ def of_loss(loss: Callable[[Any, Any], jax.Array], module: Any, batch: Any) -> D
     return of_leaves
 
 
-def differ(divisors: Divisors, leaves: Sequence[np.ndarray], parts: int) -> tuple[float, float] | None:
+def differ(
+    divisors: Divisors, rows: Sequence[np.ndarray], shared: Sequence[Any], parts: int
+) -> tuple[float, float] | None:
     """Return the least and the largest divisor of the `parts` of a batch, of its first divisor that differs, or None.
 
-    The first dim of each leaf is that of the rows.
+    `rows` are the first leaves of the batch, whose first dim is that of the rows, and `shared` the others.
     """
-    found = [divisors([np.split(leaf, parts)[i] for leaf in leaves]) for i in range(parts)]
+    found = [divisors([*(np.split(leaf, parts)[i] for leaf in rows), *shared]) for i in range(parts)]
     for values in np.array(jax.device_get(found)).T:
         if values.min() < values.max():
             return float(values.min()), float(values.max())

@@ -24,6 +24,7 @@ from jax import P
 from jax.sharding import auto_axes, reshard
 from jaxtyping import Array, Int
 
+from jaxdist.parallel.arranged import Arranged
 from jaxdist.parallel.dataflow import Dataflow
 from jaxdist.parallel.placement import Placements
 from jaxdist.sharding import Layout, Params, Tree, Weighted, name_of, named, scale_partial
@@ -85,9 +86,9 @@ def call_on_own_rows(
     call: Call,
     weights: Params,
     variables: Params,
-    batch: Tree,
+    batch: Arranged,
 ) -> Outcome:
-    """Call the module on every device with the device's own rows.
+    """Call the module on every device with the device's own rows, and with all of what has no rows.
 
     `agreements` holds an `Agreement` for each variable. Raises `ValueError` for a variable that has to be the same on
     all devices and depends on their rows.
@@ -101,7 +102,7 @@ def call_on_own_rows(
     # written for one device, with a loop that begins from zeros, has no use for such types.
     region = jax.shard_map(
         partial(_local, call, axes, layout.ranks, agreements),
-        in_specs=(use, P(), P(axes)),
+        in_specs=(use, P(), Arranged(P(axes), P())),
         out_specs=((P(), P(), P()), sums),
         check_vma=False,
     )
@@ -129,7 +130,7 @@ def _local(
     agreements: Params,
     weights: Params,
     variables: Params,
-    batch: Tree,
+    batch: Arranged,
 ) -> tuple[Outcome, Params]:
     """Return ((loss, variables, further means), this device's part of the gradient), from its own rows.
 
@@ -203,7 +204,7 @@ def _key_of_first(
 
 
 def _check_same(
-    call: Call, ranks: int, agreements: Params, after: Params, weights: Params, own: Params, batch: Tree
+    call: Call, ranks: int, agreements: Params, after: Params, weights: Params, own: Params, batch: Arranged
 ) -> None:
     """Raise `ValueError` for a variable that has to be the same on all devices and depends on their rows.
 
@@ -219,14 +220,17 @@ def _check_same(
     def variables_after(weights: Params, variables: Params, batch: Tree) -> Params:
         return call(weights, variables, batch)[1]
 
-    rows_of_all = jax.tree.map(lambda a: jax.ShapeDtypeStruct((ranks * a.shape[0], *a.shape[1:]), a.dtype), batch)
+    def of_all_devices(a: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((ranks * a.shape[0], *a.shape[1:]), a.dtype)
+
+    rows_of_all = batch._replace(rows=jax.tree.map(of_all_devices, batch.rows))
     # A program that counts rows has another text for more rows, though it reads none of them.
     here = Dataflow(variables_after, weights, own, batch)
     of_all = Dataflow(variables_after, weights, own, rows_of_all)
     # Inputs are numbered: first the weights, then the variables, then the batch.
     first = len(jax.tree.leaves(weights))
     keys = {first + i for i, variable in enumerate(began) if _is_key(variable)}
-    rows = {first + len(began) + i for i in range(len(jax.tree.leaves(batch)))}
+    rows = {first + len(began) + i for i in range(len(jax.tree.leaves(batch.rows)))}
     names = list(named(own))
     for i in to_be_same:
         if here.keeps(i, first + i):

@@ -140,7 +140,7 @@ def test_divisors_that_are_in_the_data_are_found(name):
     batch = {"x": np.ones((8, 3), "f"), "mask": np.arange(8) % 3 > 0}
     w = jax.ShapeDtypeStruct((3,), "float32")
     found = divisors.of_loss(lambda w, b: loss((b["x"] @ w) ** 2, b["mask"], w), w, batch)
-    assert (None if found is None else divisors.differ(found, jax.tree.leaves(batch), 4)) == wanted
+    assert (None if found is None else divisors.differ(found, jax.tree.leaves(batch), [], 4)) == wanted
 
 
 VALUES = [

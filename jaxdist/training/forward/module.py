@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -15,6 +14,7 @@ from jaxdist.mesh import BATCH_AXES
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign, LossFunction, cast
 from jaxdist.parallel import foreign, placing
+from jaxdist.parallel.arranged import ROWS_FIRST, Arranged, BatchDims, arrange, rejoin
 from jaxdist.parallel.sink import in_use
 from jaxdist.sharding import Layout, Tree, Weighted, wide
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
@@ -31,7 +31,7 @@ Scope = Literal["batch", "rows", "device"]
 
 
 class ModuleForward(AccumulatingForward[Foreign]):
-    """The forward pass of a module; batches are trees of arrays [k, B, ...]."""
+    """The forward pass of a module; batches are trees of arrays [k, B, ...], or `Arranged`."""
 
     inside = False
 
@@ -43,8 +43,13 @@ class ModuleForward(AccumulatingForward[Foreign]):
         scope: Scope,
         dtype: DTypeLike,
         zero: placing.ZeroOptions,
+        batch_dims: BatchDims = ROWS_FIRST,
     ):
-        """Lay the parameters out as `zero` asks; gradients are partial sums, but for scope "batch"."""
+        """Lay the parameters out as `zero` asks; gradients are partial sums, but for scope "batch".
+
+        `batch_dims` are the dims of rows in the batches that `loss_fn` gets.
+        """
+        self.batch_dims = batch_dims
         self.model = model
         self.loss_fn = loss_fn
         self.layout = layout
@@ -83,7 +88,13 @@ class ModuleForward(AccumulatingForward[Foreign]):
         """Return the loss summed over the rows of one micro-batch; `step` None calls the module for evaluation."""
         weights = cast(in_use(self.places, weights, sinks, self.stage), self.dtype)
         batch = cast(jax.tree.map(lambda a: a[0], parts), self.dtype)
-        call = partial(self.model.loss, self.loss_fn, train=step is not None)
+        if not isinstance(batch, Arranged):
+            batch = arrange(batch, self.batch_dims)
+        train = step is not None
+
+        def call(weights: Params, variables: Params, batch: Arranged) -> foreign.Outcome:
+            return self.model.loss(self.loss_fn, weights, variables, rejoin(batch, self.batch_dims), train)
+
         if self.scope == "batch" or step is None:
             mean, variables, further = foreign.call_on_all_rows(self.places, call, weights, variables, batch)
         else:
