@@ -80,17 +80,21 @@ class Launch:
 
 def launch_of(argv: list[str], command: str, about: str, extras: Sequence[Extra], knobs: Sequence[str]) -> Launch:
     """Parse the command line of a launcher, whose own options are `extras`; `knobs` are those that train may have."""
-    split = argv.index("--") if "--" in argv else len(argv)
-    words = argv[:split]
-    if split == len(argv):
-        scripts = [word for word in Scan.of(words, extras).positionals if word.endswith(".py")]
-        if scripts:
-            raise RequestError(f"{scripts[0]} is a script and not a CONFIG: write -- before it, and its options after")
-        return Launch(arguments(words, command, about, extras=extras, knobs=knobs), None)
+    if "--" in argv:
+        split = argv.index("--")
+        return launch_of_script(argv[:split], argv[split + 1 :], command, about, extras)
+    scripts = [word for word in Scan.of(argv, extras).positionals if word.endswith(".py")]
+    if scripts:
+        raise RequestError(f"{scripts[0]} is a script and not a CONFIG: write -- before it, and its options after")
+    return Launch(arguments(argv, command, about, extras=extras, knobs=knobs), None)
+
+
+def launch_of_script(own: list[str], behind: list[str], command: str, about: str, extras: Sequence[Extra]) -> Launch:
+    """Parse the launcher's `own` words, and those `behind` the `--`: a program and its options."""
     from jaxdist.cluster.program import Program
 
-    program = Program.of(argv[split + 1 :])
-    given = Scan.of(words, extras).options
+    program = Program.of(behind)
+    given = Scan.of(own, extras).options
     of_train = [option(name) for name in given if name in KNOBS and name not in SCRIPT_KNOBS]
     if of_train:
         raise RequestError(
@@ -98,12 +102,13 @@ def launch_of(argv: list[str], command: str, about: str, extras: Sequence[Extra]
             f"options of a script after it"
         )
     if "run_dir" not in given:
-        words = [*words, f"--run-dir={RUNS / program.name}"]
-    request = arguments(words, command, about, positional=None, extras=extras, knobs=SCRIPT_KNOBS)
+        own = [*own, f"--run-dir={RUNS / program.name}"]
+    request = arguments(own, command, about, positional=None, extras=extras, knobs=SCRIPT_KNOBS)
+    # A script may have options of the same names; only those that the launcher lacks were surely meant for it.
     missing = [name for name in ("processes", "time") if request.extras.get(name, True) in (0, "")]
-    behind = [word for word in program.words if canonical(word.removeprefix("--").partition("=")[0]) in missing]
-    if behind:
-        raise RequestError(f"{behind[0]} stands behind --, where all belongs to {program.name}; write it before the --")
+    for word in behind:
+        if canonical(word.removeprefix("--").partition("=")[0]) in missing:
+            raise RequestError(f"{word} stands behind --, where all belongs to {program.name}; write it before the --")
     return Launch(request, program)
 
 

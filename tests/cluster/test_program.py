@@ -77,3 +77,20 @@ def test_what_stands_on_the_wrong_side(argv, fragment, monkeypatch):
     monkeypatch.setattr("subprocess.Popen", None)
     with pytest.raises(RequestError, match=re.escape(fragment)):
         launch.main(["local", *argv])
+
+
+def test_the_exit_code_and_the_words_of_a_script(capfd):
+    Path("my train.py").write_text("import os, sys; print(sys.argv[1:], os.environ['JAX_PROCESS_ID']); sys.exit(4)")
+    assert launch.main(["local", "--processes=2", "--", "my train.py", "a b", "--processes=3"]) == 4
+    shown = capfd.readouterr()
+    first, second = sorted(shown.out.splitlines(), key=len)
+    assert first == "['a b', '--processes=3'] 0"
+    assert second.endswith("process 1] ['a b', '--processes=3'] 1")
+    assert shown.err.endswith("ended with exit code 4; that is not tried again\n")
+
+
+def test_a_module_in_this_folder(capfd):
+    Path("mine/__init__.py").write_text("")
+    Path("mine/main.py").write_text("import sys; print(sys.argv[1:], __name__)")
+    assert launch.main(["local", "--processes=1", "--", "-X", "utf8", "-m", "mine.main", "--help"]) == 0
+    assert capfd.readouterr().out == "['--help'] __main__\n"
