@@ -166,3 +166,12 @@ def test_a_run_on_a_folder_that_left_parquet_out_goes_on(write, tmp_path):
     assert open_(path=tmp_path / "web").fingerprint != begun
     resumed = open_(path=tmp_path / "web", begun=begun)
     assert resumed.fingerprint == begun
+
+
+def test_a_file_that_asks_for_too_much_memory_is_named(write, monkeypatch):
+    def refused(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(ipc, "open_stream", refused)
+    with pytest.raises(RequestError, match=r"'.*a\.arrow' asks for more memory than there is; it is damaged, or"):
+        texts(write("a.arrow", arrow(pa.table({"text": TEXTS}))))

@@ -40,6 +40,11 @@ def decoding(path: Path) -> Iterator[None]:
 
     try:
         yield
+    except MemoryError as error:
+        raise RequestError(
+            f"'{path}' asks for more memory than there is; it is damaged, or its rows have to be written in smaller "
+            "batches"
+        ) from error
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
