@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from jaxdist.data.compressed import compression_of, ending_of, plain
 
+VERSION = 1
+"""Version of what is recognised; increase it when that is more."""
+
 HEAD = 512
 """Bytes that are examined, from the start of the file."""
 

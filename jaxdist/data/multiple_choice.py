@@ -21,9 +21,9 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
 from jaxdist.data.readers.json_lines import lines_of, value_of
-from jaxdist.data.readers.reader import reading
 from jaxdist.data.tokens import IGNORED
 from jaxdist.files.json_files import is_unicode
+from jaxdist.files.reasons import reading
 from jaxdist.huggingface.given_tokenizer import ids_of
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.output.units import counted, size

@@ -10,7 +10,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,16 +19,21 @@ from jaxdist.config.text_template import TEXT
 from jaxdist.data.addresses import is_address
 from jaxdist.data.compressed import ending_of
 from jaxdist.data.dataset_folders import shards_of, split_in, split_of
-from jaxdist.data.readers import is_token_file, reader_of
-from jaxdist.data.readers.megatron import bin_of
+from jaxdist.data.known import MANY, known
+from jaxdist.data.readers import READERS, is_token_file, reader_of, remember
+from jaxdist.data.readers.megatron import bin_of, index_of
 from jaxdist.data.readers.plain_text import PLAIN_TEXT
 from jaxdist.data.readers.reader import TextReader
+from jaxdist.files import digest
 
 TXT = ".txt"
 """The ending of texts; a list of files has it too."""
 
 LONGEST_LIST = 4 << 20
 """Bytes of the longest list of files. A longer .txt is a text."""
+
+VERSION = 1
+"""Version of the readers of files; increase it when another one takes a file."""
 
 LISTS = ("['", '["')
 """How lists of Python and TOML begin, which are not read."""
@@ -135,7 +140,7 @@ def _expanded(part: str, key: str) -> NamedFiles:
         return _readable(_in_order(path), key)
     if not path.exists() and glob.has_magic(part):
         files = [Path(name) for name in sorted(glob.glob(part, recursive=True)) if os.path.isfile(name)]
-        return _without_empty(files)
+        return _without_empty(files, key)
     return NamedFiles(_listed(path) or (path,))
 
 
@@ -178,19 +183,33 @@ def _readable(files: Iterable[Path], key: str) -> NamedFiles:
 
     Texts beside the tokens to train on, such as the input.txt of nanoGPT beside its train.bin, are what these are of.
     """
-    files, empty = _without_empty(files)
-    known = tuple(path for path in files if ending_of(path) == TXT or reader_of(path, key) != PLAIN_TEXT)
-    if not known:
+    files, empty = _without_empty(files, key)
+    of_a_form = tuple(path for path in files if ending_of(path) == TXT or reader_of(path, key) != PLAIN_TEXT)
+    if not of_a_form:
         return NamedFiles(files, empty)
-    tokens = tuple(path for path in known if is_token_file(path))
+    tokens = tuple(path for path in of_a_form if is_token_file(path))
     if any(split_in(path.stem) == "train" for path in tokens):
-        known = tokens
-    read = set(known)
-    return NamedFiles(known, (*empty, *(path for path in files if path not in read)))
+        of_a_form = tokens
+    read = set(of_a_form)
+    return NamedFiles(of_a_form, (*empty, *(path for path in files if path not in read)))
 
 
-def _without_empty(files: Iterable[Path]) -> NamedFiles:
+def _look_at(files: Sequence[Path], text: str) -> None:
+    """Find the readers of many files, with data.text, without a look at each, if these are `known`."""
+    if len(files) < MANY:
+        return
+    with_indices = [path for file in files for path in (file, *index_of(file))]
+    question = digest("readers", VERSION, text, *(reader.key for reader in READERS))
+    by_key = {reader.key: reader for reader in READERS}
+    keys = known(question, with_indices, lambda: [reader_of(path, text).key for path in files])
+    for path, key in zip(files, keys, strict=True):
+        remember(path, by_key[key], text)
+
+
+def _without_empty(files: Iterable[Path], key: str) -> NamedFiles:
     sized = [(path, path.stat().st_size) for path in files]
+    for text in dict.fromkeys((TEXT, key)):
+        _look_at([path for path, size in sized if size], text)
     return NamedFiles(tuple(path for path, size in sized if size), tuple(path for path, size in sized if not size))
 
 

@@ -1,4 +1,4 @@
-"""Read numbers from a little-endian file. The operating system's page cache is the only buffer.
+"""Read numbers from little-endian files. The operating system's page cache is the only buffer.
 
 The file is read with `preadv` and not memory-mapped: truncating a mapped file would end the process with SIGBUS.
 """
@@ -6,7 +6,9 @@ The file is read with `preadv` and not memory-mapped: truncating a mapped file w
 from __future__ import annotations
 
 import os
+import threading
 from bisect import bisect_right
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -17,6 +19,9 @@ import numpy as np
 from jaxtyping import Integer
 
 from jaxdist.config import DataLost
+
+MOST_OPEN = 256
+"""Files of one stream that are open at a time: a process may have 1,024 open on most systems."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +39,15 @@ class NumberFile:
         numbers = np.empty(stop - start, np.dtype(self.dtype).newbyteorder("<"))
         rest = numbers.data.cast("B")
         place = self.offset + start * numbers.itemsize
+        # Another thread may close it meanwhile: it stays open as long as it has a name here.
+        file = self._file
         while rest:
             try:
-                count = os.preadv(self._file.fileno(), [rest], place)
+                count = os.preadv(file.fileno(), [rest], place)
             except OSError as error:
                 raise DataLost(f"'{self.path}' cannot be read any more ({error.strerror}); put it back") from error
             if count == 0:
-                size = os.fstat(self._file.fileno()).st_size
+                size = os.fstat(file.fileno()).st_size
                 raise DataLost(
                     f"'{self.path}' was truncated while it was read: it has {size} bytes, and those from {place} on, "
                     f"which were there when it was opened, are gone; put it back"
@@ -53,18 +60,27 @@ class NumberFile:
         """Return what another process needs, which opens the file itself."""
         return {name: value for name, value in vars(self).items() if name != "_file"}
 
+    def close(self) -> None:
+        """Close the file, which is opened again when it is read."""
+        self.__dict__.pop("_file", None)
+
     @cached_property
     def _file(self) -> IO[bytes]:
         # The file stays open, so that another file that replaces it later is not read.
         try:
-            return self.path.open("rb", buffering=0)
+            file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise DataLost(f"'{self.path}' cannot be opened any more ({error.strerror}); put it back") from error
+        state = os.fstat(file.fileno())
+        found = (state.st_dev, state.st_ino, state.st_mtime_ns)
+        if self.__dict__.setdefault("_opened", found) != found:
+            raise DataLost(f"'{self.path}' was replaced while it was read; put the former file back")
+        return file
 
 
 @dataclass(frozen=True)
 class JoinedNumbers:
-    """The numbers of several files, one file after another."""
+    """The numbers of several files, one file after another. The last `MOST_OPEN` files that were read are open."""
 
     files: tuple[NumberFile, ...]
     counts: tuple[int, ...]
@@ -82,9 +98,28 @@ class JoinedNumbers:
             begin = end - self.counts[number]
             until = min(stop, end)
             numbers[place - start : until - start] = self.files[number].read(place - begin, until - begin)
+            self._note_open(number)
             place = until
             number += 1
         return numbers
+
+    def _note_open(self, number: int) -> None:
+        """Note that a file was read just now, and close the one that was not read for the longest time."""
+        with self._lock:
+            self._open[number] = None
+            self._open.move_to_end(number)
+            if len(self._open) > MOST_OPEN:
+                oldest, _ = self._open.popitem(last=False)
+                self.files[oldest].close()
+
+    @cached_property
+    def _open(self) -> OrderedDict[int, None]:
+        """The numbers of the files that are open, the one that was read last at the end."""
+        return OrderedDict()
+
+    @cached_property
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
     @cached_property
     def _ends(self) -> list[int]:

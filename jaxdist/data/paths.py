@@ -13,17 +13,17 @@ from jaxdist.config import DataConfig, RequestError, listed
 from jaxdist.config.text_template import TEXT
 from jaxdist.data import magics
 from jaxdist.data.addresses import elsewhere
+from jaxdist.data.known import MANY, known
 from jaxdist.data.named_files import LISTS, NamedFiles, by_their_names, named_by, parts
 from jaxdist.data.readers import is_token_file, reader_of
 from jaxdist.data.readers.megatron import index_of
-from jaxdist.data.readers.reader import TextReader, reading
+from jaxdist.data.readers.reader import TextReader
 from jaxdist.data.sources import Source, Sources
+from jaxdist.files import digest
+from jaxdist.files.reasons import reading
 from jaxdist.huggingface.tokenizer import folder_problem
 
 QUOTES = "[]'\" "
-
-MOST_TOKEN_FILES = 512
-"""Files of tokens that are read as one stream: a process may have 1,024 files open on most systems."""
 
 
 def open_sources(config: DataConfig) -> Sources:
@@ -181,8 +181,25 @@ def _problems(knob: str, text: str | None, named: NamedFiles) -> list[str]:
         return []
     if not named.files:
         return [f"{knob} '{text}' {_without_files(text, named)}"]
-    wrong = [problem for path in named.files if (problem := _file_problem(knob, path) or _foreign(knob, path))]
+    none_foreign = _none_foreign(named.files)
+    wrong = []
+    for path in named.files:
+        problem = _file_problem(knob, path) or _foreign(knob, path, looks=not none_foreign)
+        if problem:
+            wrong.append(problem)
     return list(listed(iter(wrong), len(wrong), f"such files of {knob}"))
+
+
+def _none_foreign(files: Sequence[Path]) -> bool:
+    """Return whether many files are known to be in no foreign format; False for a few, which are quickly looked at."""
+    if len(files) < MANY:
+        return False
+    question = digest("no foreign format", magics.VERSION)
+    try:
+        return known(question, files, lambda: all(magics.foreign(path) is None for path in files))
+    except RequestError:
+        # What is wrong is said for each file.
+        return False
 
 
 def _together(knob: str, text: str | None, files: tuple[Path, ...]) -> list[str]:
@@ -194,11 +211,6 @@ def _together(knob: str, text: str | None, files: tuple[Path, ...]) -> list[str]
     if count > 1:
         found.append(f"{knob} '{text}' names the file '{twice}' {count} times; name it once")
     tokens = [path for path in files if is_token_file(path)]
-    if len(tokens) > MOST_TOKEN_FILES:
-        found.append(
-            f"{knob} names {len(tokens):,} files of tokens, all of which stay open, and {MOST_TOKEN_FILES} are read at "
-            "most; join some of them"
-        )
     if tokens and len(tokens) < len(files):
         other = next(path for path in files if path not in tokens)
         found.append(f"{knob} '{text}' names tokens, '{tokens[0]}', and text, '{other}'; give files of one kind")
@@ -268,18 +280,21 @@ def _file_problem(knob: str, path: Path) -> str | None:
     return None
 
 
-def _foreign(knob: str, path: Path) -> str | None:
-    """Return what is wrong with a file in a format that jaxdist does not read; None for other files, and if absent."""
+def _foreign(knob: str, path: Path, looks: bool = True) -> str | None:
+    """Return what is wrong with a file in a format that jaxdist does not read; None for other files, and if absent.
+
+    Unless it `looks`, the file is none of those formats.
+    """
     if not path.is_file():
         return None
     try:
         with reading(path):
-            known = magics.foreign(path) or _missing_package(path)
+            words = (magics.foreign(path) if looks else None) or _missing_package(path)
     except RequestError as error:
         return str(error)
-    if known is None:
+    if words is None:
         return None
-    return f"{knob} '{path}' {known}"
+    return f"{knob} '{path}' {words}"
 
 
 def _missing_package(path: Path) -> str | None:

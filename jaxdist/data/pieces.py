@@ -19,13 +19,14 @@ from typing import Any, Literal, NamedTuple
 
 from jaxdist.data.compressed import text_size
 from jaxdist.data.readers import reader_by_key
-from jaxdist.data.readers.reader import Document, OnRead, reading, unseen
+from jaxdist.data.readers.reader import Document, OnRead, unseen
 from jaxdist.data.skipped import Skipped
 from jaxdist.data.sources import TextFile
 from jaxdist.data.token_cache import PROGRESS
 from jaxdist.data.tokens import TokenType
 from jaxdist.files import Checksum, write_whole
 from jaxdist.files.json_files import LARGEST_LISTING, read_json
+from jaxdist.files.reasons import reading
 from jaxdist.huggingface.special_tokens import SpecialTokens
 
 PIECE = 64 << 20

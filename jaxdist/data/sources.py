@@ -6,13 +6,13 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.config.text_template import TEXT
 from jaxdist.data import skipped
 from jaxdist.data.compressed import decompressed, is_compressed, text_size
+from jaxdist.data.known import known, known_before
 from jaxdist.data.readers import reader_before, reader_of
 from jaxdist.data.readers.python_library import PYTHON_LIBRARY, library_files, library_folder
 from jaxdist.data.readers.reader import (
@@ -22,12 +22,12 @@ from jaxdist.data.readers.reader import (
     Reader,
     TextReader,
     TokenReader,
-    reading,
     uncounted,
     unseen,
 )
 from jaxdist.data.skipped import Skipped
 from jaxdist.files import blocks, digest
+from jaxdist.files.reasons import reading
 
 BLOCK_BYTES = 64 << 10
 """Plain text is cut into blocks of about this many bytes."""
@@ -37,6 +37,9 @@ SMALLEST_BLOCK_BYTES = 256
 
 HELD_OUT_BLOCKS = 4
 """Number of blocks of a plain text that are held out at least, if the smallest block size allows it."""
+
+CONTENTS = "SHA-256 of each file"
+"""What is known of files."""
 
 Split = Iterator[tuple[bool, Document]]
 """Documents, each with whether it is held out."""
@@ -141,13 +144,25 @@ class Source:
         """Return the source as earlier versions read it; None if they read none of its files."""
         if self.folder:
             return self
-        paths = [file.path for file in self.files]
+        paths = self.paths
         # A list of files was read as a text.
         if not self.holds_tokens and Path(self.name).is_file() and Path(self.name) not in paths:
             paths = [Path(self.name)]
         readers = [(path, reader_before(path)) for path in paths]
         files = tuple(DataFile(path, reader) for path, reader in readers if reader)
         return replace(self, files=files) if files else None
+
+    @property
+    def paths(self) -> list[Path]:
+        """The paths of the files."""
+        return [file.path for file in self.files]
+
+    def changed_files(self, on_read: OnRead = unseen) -> list[Path] | None:
+        """Read all files, and return those whose content is not what is `known` of them; None if nothing is known."""
+        contents = known_before(CONTENTS, self.paths)
+        if contents is None:
+            return None
+        return [path for path, content in zip(self.paths, contents, strict=True) if _sha256(path, on_read) != content]
 
     @property
     def holds_tokens(self) -> bool:
@@ -195,19 +210,19 @@ class Source:
     def digest(self, on_read: OnRead = unseen) -> str:
         """Return the SHA-256 (hex) of the forms and the content of the files, and of the names in Python's library.
 
-        One pass over the bytes; `on_read` is called with the numbers of bytes as they are read. The same files give
-        the same digest, whether a folder, a pattern or a list names them.
+        One pass over the bytes, unless they are `known`; `on_read` is called with the numbers of bytes as they are
+        read. The same files give the same digest, whether a folder, a pattern or a list names them.
         """
         total = hashlib.sha256()
         before = ""
-        for path, reader in self.files:
+        contents = known(CONTENTS, self.paths, lambda: [_sha256(path, on_read) for path in self.paths])
+        for (path, reader), content in zip(self.files, contents, strict=True):
             if reader.key != before:
                 total.update(reader.key.encode())
                 before = reader.key
             if self.folder:
                 total.update(b"\0" + path.relative_to(self.folder).as_posix().encode())
-            with reading(path), path.open("rb") as file:
-                total.update(_sha256(file, on_read))
+            total.update(bytes.fromhex(content))
         if self.text != TEXT:
             total.update(b"\0text\0" + self.text.encode())
         return total.hexdigest()
@@ -318,9 +333,11 @@ def _as_text(reader: Reader) -> TextReader:
     return reader
 
 
-def _sha256(file: BufferedReader, on_read: OnRead) -> bytes:
+def _sha256(path: Path, on_read: OnRead) -> str:
+    """Return the SHA-256 (hex) of a file."""
     total = hashlib.sha256()
-    for block in blocks(file):
-        total.update(block)
-        on_read(len(block))
-    return total.digest()
+    with reading(path), path.open("rb") as file:
+        for block in blocks(file):
+            total.update(block)
+            on_read(len(block))
+    return total.hexdigest()

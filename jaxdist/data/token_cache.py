@@ -1,4 +1,4 @@
-"""Cache tokens: each folder is filled once, published atomically, and verified completely whenever it is opened.
+"""Cache tokens: each folder is filled once, published atomically, and verified whenever it is opened.
 
     KEY/             the files that were written, and about.json: facts about them, their sizes and XXH3
     KEY.UUID/        the same while a process writes it; `writer` names its host and is locked until it is done
@@ -8,8 +8,8 @@ A process that is killed leaves its KEY.UUID behind. If that contains `PROGRESS`
 it over, including its lock, and continues; a process on another host, where locks may have no effect, starts over. The
 folder is removed once KEY exists, or when nothing in it has changed for a day.
 
-XXH3 reads 6 to 9 GB/s from the page cache, while the text from which the key is made is hashed with SHA-256 at 1.3 GB/s
-at each start anyway. Therefore all bytes are verified, and no size or time of modification is trusted.
+All bytes are compared with their checksums when a folder is opened, and again when a file has another size, another
+time of modification or other samples than then (`data.known`). `check` compares them whenever it is called.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import sys
 import tempfile
 import uuid
@@ -31,9 +32,10 @@ from typing import IO, Any
 import xxhash
 
 from jaxdist.config import RequestError
+from jaxdist.data.known import known
 from jaxdist.data.progress import Pass, Progress, unseen
 from jaxdist.files import checksum, open_no_follow, write_whole
-from jaxdist.files.json_files import read_json
+from jaxdist.files.json_files import LARGEST_LISTING, read_json
 
 ABOUT = "about.json"
 """The file of facts and checksums in a folder."""
@@ -60,7 +62,7 @@ class Damaged(Exception):
 
 
 def open_cache(folder: Path, fill: Callable[[Path], dict[str, Any]], progress: Progress = unseen) -> dict[str, Any]:
-    """Verify every byte of `folder`; `fill` writes it if it is missing or damaged (the latter prints a note on stderr).
+    """Verify `folder`; `fill` writes it if it is missing or damaged (the latter prints a note on stderr).
 
     The name of the folder is 64 hexadecimal digits. Returns the facts (for JSON) that `fill` returned when it wrote the
     folder. Also removes the folders of processes that were killed, except one that `fill` can continue: `fill` finds
@@ -70,24 +72,30 @@ def open_cache(folder: Path, fill: Callable[[Path], dict[str, Any]], progress: P
     _sweep(folder.parent)
     if os.path.lexists(folder):
         try:
-            return check(folder, progress)
+            return _checked(folder, progress)
         except Damaged as error:
             print(f"note: the token cache is damaged ({error}); what it held is made again", file=sys.stderr)
     return _publish(folder, fill)
 
 
+def _checked(folder: Path, progress: Progress) -> dict[str, Any]:
+    """Return the facts of a folder, of which all is read unless it is `known`. Raises `Damaged` as `check` does."""
+    facts, files = _about(folder)
+    for name, (size, _) in files.items():
+        try:
+            state = os.lstat(folder / name)
+        except OSError as error:
+            raise Damaged(f"'{folder / name}' cannot be read: {error.strerror}") from error
+        if not stat.S_ISREG(state.st_mode) or state.st_size != size:
+            raise Damaged(f"'{folder / name}' differs from its checksum")
+    paths = [folder / name for name in (ABOUT, *files)]
+    known("the checksums are right", paths, lambda: check(folder, progress) == facts)
+    return facts
+
+
 def check(folder: Path, progress: Progress = unseen) -> dict[str, Any]:
     """Read all of a folder and return its facts. Raises `Damaged` if it is not as it was written."""
-    about = folder / ABOUT
-    try:
-        written = read_json(about, links=False)
-        facts = written["facts"]
-        files = written["files"]
-        seal = written["xxh3_64"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"'{about}' cannot be read") from error
-    if seal != _seal(facts, files):
-        raise Damaged(f"'{about}' differs from its checksum")
+    facts, files = _about(folder)
     checking = Pass(progress, "checking the token cache", sum(size for size, _ in files.values()))
     for name, expected in files.items():
         try:
@@ -97,6 +105,21 @@ def check(folder: Path, progress: Progress = unseen) -> dict[str, Any]:
         if actual != expected:
             raise Damaged(f"'{folder / name}' differs from its checksum")
     return facts
+
+
+def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the facts of a folder, and the checksums of its files by their names. Raises `Damaged`."""
+    about = folder / ABOUT
+    try:
+        written = read_json(about, LARGEST_LISTING, links=False)
+        facts = written["facts"]
+        files = written["files"]
+        seal = written["xxh3_64"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"'{about}' cannot be read") from error
+    if seal != _seal(facts, files):
+        raise Damaged(f"'{about}' differs from its checksum")
+    return facts, files
 
 
 def _publish(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

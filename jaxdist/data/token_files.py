@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from jaxdist.config import RequestError, listed
 from jaxdist.config.values import IdType
+from jaxdist.data.known import known
 from jaxdist.data.progress import Pass, Progress
-from jaxdist.data.readers.reader import Expected, TokenFile, TokenReader, reading
+from jaxdist.data.readers.megatron import index_of
+from jaxdist.data.readers.reader import Expected, TokenFile, TokenReader
 from jaxdist.data.sources import Source
-from jaxdist.data.tokens import Tokens
+from jaxdist.data.tokens import Tokens, TokenType
+from jaxdist.files import digest
+from jaxdist.files.reasons import reading
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, largest_id
+
+VERSION = 1
+"""Version of what readers accept; increase it when one refuses more, or reads the same bytes in another way."""
 
 
 def open_token_files(
@@ -22,19 +30,52 @@ def open_token_files(
     problems: list[str] = []
     opened = []
     for source in sources:
+        try:
+            opened.append(_joined(_open_all(source, expected, progress), source.left_out))
+        except RequestError as error:
+            problems += error.problems
+    if problems:
+        raise RequestError(*listed(iter(problems), len(problems), "such files of tokens"))
+    return opened
+
+
+class _Accepted(NamedTuple):
+    """What is kept of a file that was accepted, for the next start."""
+
+    dtype: TokenType
+    offset: int
+    form: str
+
+
+def _open_all(source: Source, expected: Expected, progress: Progress) -> list[TokenFile]:
+    """Return each file of a source; all of them are read, unless they are `known`.
+
+    Raises `RequestError` with every problem of these files.
+    """
+    readers = [reader.key for _, reader in source.files]
+    paths = [path for path in source.paths for path in (path, *index_of(path))]
+
+    def check() -> list[_Accepted]:
         checking = Pass(progress, "checking token ids", source.size)
-        shards = []
+        problems: list[str] = []
+        accepted = []
         for path, reader in source.files:
             assert isinstance(reader, TokenReader)
             try:
                 with reading(path):
-                    shards.append(reader.open(path, expected, checking.read))
+                    tokens, form = reader.open(path, expected, checking.read)
+                accepted.append(_Accepted(tokens.dtype, tokens.offset, form))
             except RequestError as error:
                 problems += error.problems
-        if shards:
-            opened.append(_joined(shards, source.left_out))
-    if problems:
-        raise RequestError(*listed(iter(problems), len(problems), "such files of tokens"))
+        if problems:
+            raise RequestError(*problems)
+        return accepted
+
+    question = digest("token files", VERSION, *expected, *readers)
+    opened = []
+    for path, one in zip(source.paths, known(question, paths, check), strict=True):
+        dtype, offset, form = one
+        opened.append(TokenFile(Tokens.open(path, dtype, offset), form))
     return opened
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ from jaxdist.files.json_files import LARGEST_LISTING, read_text
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, load_tokenizer
 from jaxdist.huggingface.special_tokens import special_tokens_of
 
+ENTROPY = "entropy"
+"""The fact that is the unigram entropy of the tokens that are held out."""
+
 
 class Store(NamedTuple):
     """Tokens in the cache."""
@@ -34,7 +38,8 @@ class Store(NamedTuple):
     content: str
     """The hash of the text."""
     facts: dict[str, Any]
-    """The fields of `shards.Written`, the bytes of the text if they were counted, and the rows that were skipped."""
+    """The fields of `shards.Written`, the entropy, the bytes of the text if they were counted, and the rows that were
+    skipped."""
 
     @property
     def note(self) -> str | None:
@@ -90,6 +95,8 @@ def open_store(
     folder = cache_folder() / key(content)
     facts = open_cache(folder, fill, progress)
     train_tokens, validation = (open_shards(folder, kind, dtype) for kind in (TRAIN, VALIDATION))
+    # Earlier versions did not count it.
+    validation = replace(validation, entropy=facts.get(ENTROPY))
     return Store(train_tokens, validation, given or kept_tokenizer(folder), content, facts)
 
 
@@ -129,7 +136,8 @@ def _tokenize(folder: Path, plan: Plan, tokenizer: Tokenizer, fraction: float, e
     whole = shards.advance()
     assert whole, "a piece is missing"
     written, size = shards.finish()
-    return {**written._asdict(), **({"bytes": size} if plan.counted else {}), **shards.skipped}
+    facts = {**written._asdict(), **({"bytes": size} if plan.counted else {}), **shards.skipped}
+    return {**facts, ENTROPY: open_shards(folder, VALIDATION, plan.dtype).unigram_entropy()}
 
 
 def token_type(vocab: int) -> TokenType:

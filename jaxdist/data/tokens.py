@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,9 @@ import numpy as np
 import xxhash
 from jaxtyping import Int, Integer
 
+from jaxdist.data.known import known
 from jaxdist.data.number_file import JoinedNumbers, NumberFile
+from jaxdist.files import digest
 
 TokenType = Literal["uint16", "uint32"]
 """The dtype of the ids in a file, which is little-endian."""
@@ -44,6 +47,8 @@ class Tokens:
     """Bytes of the header, after which the token of index 0 lies."""
     shards: tuple[Tokens, ...] = ()
     """The files that are joined, the first of which is at `path`; none where that is the only one."""
+    entropy: float | None = field(default=None, compare=False)
+    """`unigram_entropy`, where it is known already."""
 
     @classmethod
     def open(cls, path: Path, dtype: TokenType, offset: int = 0) -> Tokens:
@@ -68,7 +73,7 @@ class Tokens:
     def part(self, start: int, stop: int) -> Tokens:
         """Return tokens start..stop-1 of these without copying them."""
         assert 0 <= start <= stop <= self.length, f"part {start}:{stop} of {self.length} tokens"
-        return replace(self, start=self.start + start, length=stop - start)
+        return replace(self, start=self.start + start, length=stop - start, entropy=None)
 
     @property
     def apart(self) -> bool:
@@ -94,7 +99,17 @@ class Tokens:
         return largest
 
     def unigram_entropy(self) -> float:
-        """Return the entropy of the token frequencies, in nats: the loss of the best guess that ignores the context."""
+        """Return the entropy of the token frequencies, in nats: the loss of the best guess that ignores the context.
+
+        It is counted once, and `known` from then on.
+        """
+        if self.entropy is not None:
+            return self.entropy
+        files = [(str(shard.dtype), shard.offset, shard.length) for shard in self.shards or (self,)]
+        question = digest("unigram entropy", self.start, self.length, json.dumps(files))
+        return known(question, [shard.path for shard in self.shards or (self,)], self._count_entropy)
+
+    def _count_entropy(self) -> float:
         counts = np.zeros(0, np.int64)
         for chunk in self._chunks():
             in_chunk = np.bincount(chunk, minlength=counts.size)

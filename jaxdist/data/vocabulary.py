@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from jaxdist.config import DataConfig
 from jaxdist.data.progress import Pass, Progress
-from jaxdist.data.readers.reader import Expected, TokenReader, reading
+from jaxdist.data.readers.reader import Expected, TokenReader
 from jaxdist.data.sources import DataFile, Sources
+from jaxdist.files.reasons import reading
 from jaxdist.huggingface.given_tokenizer import largest_id, read_tokenizer
 
 LARGEST = 1 << 20

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxdist import files
+from jaxdist.data import known
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +15,12 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def without_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(files, "_sync", lambda path: None)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch):
+    """What a test leaves in the cache does not depend on how long it takes; `test_known.py` is about the other case."""
+    monkeypatch.setattr(known, "SETTLED", float("inf"))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import fcntl
 import os
 import platform
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -95,7 +96,9 @@ def test_what_is_damaged_is_named_and_made_again(made, cache, capfd, name, damag
 def test_every_flipped_byte_is_found(made):
     folder = made[1].train.tokens.path.parent
     facts = check(folder)
-    assert facts == {"documents": 20, "own": 0, "ended": 20}
+    entropy = made[1].validation.unigram_entropy()
+    assert facts == {"documents": 20, "own": 0, "ended": 20, "entropy": entropy}
+    assert entropy == replace(made[1].validation.tokens, entropy=None).unigram_entropy()
     for name in FILES:
         content = (folder / name).read_bytes()
         places = range(len(content)) if name == ABOUT else range(0, len(content), len(content) // 30 + 1)

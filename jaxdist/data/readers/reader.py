@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -26,15 +25,6 @@ def unseen(count: int) -> None:
 
 def uncounted() -> None:
     """Ignore a text that is empty."""
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn an `OSError` from reading the data at `path` into a `RequestError`."""
-    try:
-        yield
-    except OSError as error:
-        raise RequestError(f"'{path}' cannot be read ({error.strerror or error}); make it readable") from error
 
 
 class Document(NamedTuple):

@@ -12,7 +12,6 @@ from jaxdist.data.compressed import HEAD, compression_of
 from jaxdist.data.corpus import open_streams, row_problems
 from jaxdist.data.packed_rows import lengths_in_order
 from jaxdist.data.progress import Progress
-from jaxdist.data.readers.reader import reading
 from jaxdist.data.rows import CutRows
 from jaxdist.data.sources import Source, Sources
 from jaxdist.data.streams import Streams
@@ -23,6 +22,7 @@ from jaxdist.data.survey.token_documents import hash_documents, samples
 from jaxdist.data.tokenizing import sample_bytes
 from jaxdist.data.tokens import Tokens
 from jaxdist.data.vocabulary import needed_vocab
+from jaxdist.files.reasons import reading
 from jaxdist.huggingface.given_tokenizer import largest_id
 from jaxdist.output.units import size
 
