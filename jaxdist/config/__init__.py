@@ -163,7 +163,7 @@ class DataConfig(Section):
     path: FilePaths | None = None
     """Text, JSON lines, Parquet, Arrow, tokens; folder, *.txt or a,b; images: .npz, folder; none: Python's library."""
     mixture: MixtureTable | None = None
-    """Sources mixed by weight, instead of path: a table of paths and weights, or "web*0.7,code*0.3", also in path."""
+    """Sources mixed by weight, instead of path: a table of paths and weights, or paths with *weight, also in path."""
     changed: bool = False
     """Let a run that is resumed go on with another mixture: its rows so far stay, new weights hold from there on."""
     tokenizer: FilePath | None = None
