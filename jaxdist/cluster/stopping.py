@@ -8,6 +8,7 @@ the others, inside a step, has a thread that answers for it. With one process th
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -63,9 +64,11 @@ class Stop:
         self._old_wake = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="jaxdist-signals", daemon=True)
         self._thread.start()
+        _entered.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _entered.remove(self)
         if self._timer:
             self._timer.cancel()
         signal.set_wakeup_fd(self._old_wake)
@@ -182,6 +185,23 @@ class Stop:
             write_all(2, f"{text}\n".encode(errors="replace"))
             faults.keep(text)
         faults.leave(self.env, STOPPED)
+
+
+def _leave_signals_alone() -> None:
+    """Let signals to a process that was forked end it, as those of `multiprocessing` do.
+
+    It has the handlers of the process that forked it, and the socket too: a signal to it would stop the run.
+    """
+    for stop in _entered:
+        signal.set_wakeup_fd(-1)
+        for number, handler in stop._old_handlers.items():
+            signal.signal(number, handler)
+
+
+_entered: list[Stop] = []
+"""What handles the signals of this process."""
+
+os.register_at_fork(after_in_child=_leave_signals_alone)
 
 
 def _ignore(*_: object) -> None:

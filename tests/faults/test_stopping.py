@@ -1,5 +1,6 @@
 """A signal at any moment: all processes agree on a step, save it, and exit with 85; another signal changes nothing."""
 
+import multiprocessing
 import signal
 import threading
 import time
@@ -206,3 +207,20 @@ def test_where_none_has_begun_nothing_is_lost(monkeypatch):
     assert ends == []
     agreed(monkeypatch, [0, 0])
     assert sorted(ends) == [(0, "nothing is lost"), (1, "nothing is lost")]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
+def test_a_signal_to_a_worker_ends_the_worker_and_not_the_run():
+    """A forked one has the socket of the run, into which C writes its signals."""
+    with Stop(ProcessEnv(), 60.0, lambda: "at work") as stop:
+        stop.joined()
+        assert not stop.here()
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()
+        time.sleep(0.5)
+        worker.terminate()
+        worker.join(10)
+        assert worker.exitcode == -signal.SIGTERM
+        time.sleep(0.2)
+        assert not stop.here()
+        assert stop.name is None
