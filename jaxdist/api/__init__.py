@@ -14,8 +14,9 @@ import optax
 from flax import nnx
 
 from jaxdist.api.applying import Application
+from jaxdist.api.average import Averaged, averaged
 from jaxdist.api.batches import Batches
-from jaxdist.api.gathering import on_host
+from jaxdist.api.gathering import on_host, write_safetensors
 from jaxdist.api.means import MeanCheck
 from jaxdist.api.request import (
     Batch,
@@ -23,6 +24,7 @@ from jaxdist.api.request import (
     Shard,
     Zero,
     check_batch_dims,
+    check_ema,
     check_gradients,
     check_no_schedule,
     check_trained,
@@ -33,6 +35,7 @@ from jaxdist.api.request import (
     unruled,
     unsplit,
 )
+from jaxdist.api.starting import exported, replaced, sources_of
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.script import check_joined, join
 from jaxdist.config import compute_dtype
@@ -41,8 +44,8 @@ from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
 from jaxdist.models.stacked import scan, stack
 from jaxdist.parallel.arranged import ROWS_FIRST, BatchDims
-from jaxdist.parallel.foreign import arguments_of, on_shards
-from jaxdist.parallel.partial_trees import part_of
+from jaxdist.parallel.foreign import arguments_of, check_optimizer, on_shards
+from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.placement import trained
 from jaxdist.parallel.placing import Wrt, ZeroOptions
 from jaxdist.planning.compiled import text_of
@@ -71,6 +74,7 @@ def parallelize(
     shard: Shard = 0,
     wrt: Wrt | None = None,
     batch_dims: BatchDims | None = None,
+    ema: float | None = None,
     schedule: str = "1f1b",
     virtual_stages: int = 1,
     devices: Sequence[jax.Device] | None = None,
@@ -110,6 +114,9 @@ def parallelize(
     them. `batch_dims` says of others, by their path, which dim counts rows, `{"tokens": 1}`, or that none does,
     `{"mask": None}`.
 
+    `ema` keeps an exponential moving average of the trained parameters with this decay, such as 0.999, in the state:
+    sharded as they are, and saved. `apply`, `evaluate`, `module` and `export` take it with `ema=True`.
+
     `wrt(name)` says of each parameter, by its path such as "conv.kernel", whether it is trained (with respect to it);
     None trains all. A frozen one has no gradient, no traffic for one and no optimizer state, and lies between steps as
     ZeRO would split it. `state.params` holds the trained ones, `state.frozen` the others.
@@ -124,6 +131,7 @@ def parallelize(
     """
     check_values(mesh, zero, precision, accumulation, scope, shard, rules, wrt)
     check_batch_dims(batch_dims)
+    check_ema(ema)
     foreign.check_call("loss_fn", loss_fn, ("module", "batch"))
     shape = parse_mesh(mesh)
     check_whole_rows(mesh, shape)
@@ -155,8 +163,9 @@ def parallelize(
         warnings.warn(without_rule, stacklevel=2)
         notes.append(without_rule)
     places = trained(forward.places, forward.places)
-    rule = on_shards(optimizer, places, part_of(forward.abstract, places))
-    takes = arguments_of(optimizer, part_of(forward.abstract, places))
+    learned = part_of(forward.abstract, places)
+    takes = arguments_of(check_optimizer(optimizer), learned)
+    rule = on_shards(optimizer if ema is None else averaged(optimizer, ema), places, learned)
     step = Step(forward, rule, keep=precision == "mixed", takes_loss="value" in takes)
     compiler_options = xla_options.options_for(device_mesh, sequence=bool(layout.sequence_parallel))
     engine = Engine(device_mesh, layout, step, compiler_options)
@@ -211,13 +220,23 @@ class Parallel:
         text = f"{count:,} parameters{frozen} on {describe(self.mesh.shape)}, ZeRO {self._engine.step.forward.stage}"
         return f"{text}; {self._note}" if self._note else text
 
-    def init(self, seed: int) -> TrainState:
+    def init(self, seed: int, params: Any = None) -> TrainState:
         """Return the state before the first step; each device makes its own shards.
 
-        The same seed gives the same weights on every mesh.
+        The same seed gives the same weights on every mesh. `params` are given parameters (and variables): a nested
+        dict, a module or its state, or the path of a safetensors file, of a folder that `save` wrote, or of a
+        checkpoint of Orbax; each device reads its own shards. What is missing there is drawn by the seed; that, and
+        what is left over, is warned about. Raises `ValueError` for other shapes, and where no name fits.
         """
         with jax.set_mesh(self.mesh):
-            return self._engine.init(seed)
+            state = self._engine.init(seed)
+            if params is None:
+                return state
+            drawn = jax.jit(self._engine.step.unfolded)(self._engine.step.whole(state))
+            started, variables, note = replaced(drawn, state.variables, sources_of(params))
+            if note:
+                warnings.warn(note, stacklevel=2)
+            return self._engine.begin(started, variables)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one optimizer step, compiled at the first call. `state` is donated: its memory is used again.
@@ -285,8 +304,10 @@ class Parallel:
                 f"then update(state, gradients, {', '.join(f'{name}=...' for name in missing)})"
             )
 
-    def evaluate(self, state: TrainState, batch: Batch) -> dict[str, float]:
+    def evaluate(self, state: TrainState, batch: Batch, ema: bool = False) -> dict[str, float]:
         """Return `loss` and the further means over the rows of `batch`, with the module in evaluation mode.
+
+        `ema` takes the average of the parameters.
 
         The number of rows is arbitrary: those that do not divide by the devices are computed by all of them, and count
         once. A pipeline raises `ValueError` for them.
@@ -294,14 +315,17 @@ class Parallel:
         self._check_state(state)
         with jax.set_mesh(self.mesh):
             parts = self._batches.parts(batch)
-            found = self._engine.measure(self._engine.step.whole(state), state.variables, parts)
+            found = self._engine.measure(self._params(state, ema), state.variables, parts)
         assert found is not None, "there is a batch"
         return found.values
 
-    def apply(self, state: TrainState, fn: Callable[..., Any], *args: Any, train: bool = False) -> Any:
+    def apply(
+        self, state: TrainState, fn: Callable[..., Any], *args: Any, train: bool = False, ema: bool = False
+    ) -> Any:
         """Return `fn(module, *args)`, computed on the mesh: predictions, sampling, metrics of your own.
 
-        The module is sharded as in a step, and in evaluation mode unless `train`; what the call writes into it is
+        The module is sharded as in a step, has the average of the parameters if `ema`, and is in evaluation mode unless
+        `train`; what the call writes into it is
         dropped. Its weights and the floats of `args` have the compute dtype. `args` are trees of arrays. Those with as
         many rows as the first one are split by rows, if the mesh divides them, and so are such results: on one process
         `jax.device_get` returns them whole. All others lie on every device. Compiled once for each function and shapes.
@@ -310,7 +334,7 @@ class Parallel:
         """
         self._check_state(state)
         with jax.set_mesh(self.mesh):
-            return self._application(fn, self._engine.step.whole(state), state.variables, args, train)
+            return self._application(fn, self._params(state, ema), state.variables, args, train)
 
     @property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
@@ -345,19 +369,47 @@ class Parallel:
                 warnings.warn(note, stacklevel=2)
             return self._engine.step.resume(state)
 
-    def module(self, state: TrainState) -> nnx.Module:
+    def module(self, state: TrainState, ema: bool = False) -> nnx.Module:
         """Return the module with the trained parameters, in evaluation mode, on the host's CPU: to call or to export.
 
         Its arrays are gathered one after the other, so that a model which only fits sharded is never whole on a device.
-        `jax.device_put(module, device)` moves it to one. Raises `ValueError` if a later step has used the memory of
-        `state` again.
+        `jax.device_put(module, device)` moves it to one. `ema` takes the average of the parameters. Raises `ValueError`
+        if a later step has used the memory of `state` again.
         """
         self._check_state(state)
         with jax.set_mesh(self.mesh):
-            state = self._engine.step.logical(state)
-            arrays = (self._engine.step.whole(state), state.variables)
+            arrays = (self._unfolded(state, ema), state.variables)
             params, variables = jax.tree.map(partial(on_host, self._engine), arrays)
         return self.model.merge(params, variables, train=False)
+
+    def export(self, path: Path | str, state: TrainState, ema: bool = False) -> None:
+        """Write the parameters into a safetensors file, one array after the other; several processes call it together.
+
+        Their names are their paths, `layers.0.kernel`. Variables of floats, such as batch statistics, are there too,
+        under `variables.`. `ema` takes the average of the parameters. Raises `ValueError` for a state that a step has
+        used up, for dtypes that the file cannot hold, and where the disk has too little room.
+        """
+        self._check_state(state)
+        with jax.set_mesh(self.mesh):
+            write_safetensors(self._engine, Path(path), exported(self._unfolded(state, ema), state.variables))
+
+    def _params(self, state: TrainState, ema: bool) -> Params:
+        """Return all parameters as a step holds them, or the average of those that are trained and the others."""
+        if not ema:
+            return self._engine.step.whole(state)
+        if not isinstance(state.optimizer, Averaged):
+            raise ValueError("ema=True, but this state holds no average; give parallelize a decay, ema=0.999")
+
+        def in_dtype(mean: jax.Array, w: jax.Array) -> jax.Array:
+            return mean.astype(w.dtype)
+
+        return joined(jax.tree.map(in_dtype, state.optimizer.ema, state.params), state.frozen)
+
+    def _unfolded(self, state: TrainState, ema: bool) -> Params:
+        """Return all parameters as one device would hold them, sharded."""
+        params = self._params(state, ema)
+        step = self._engine.step
+        return jax.jit(step.unfolded)(params) if step.forward.folds else params
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lower the train step, its state donated, for a batch of these shapes; the devices need not be there.

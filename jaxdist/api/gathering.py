@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import jax
 import numpy as np
 
+from jaxdist import __version__
+from jaxdist.cluster.consensus import leader
+from jaxdist.huggingface.safetensors_file import SPELLED, Tensor, check_room, write_file
 from jaxdist.training.engine import Engine
 
 
@@ -31,3 +37,26 @@ def on_host(engine: Engine, a: jax.Array) -> jax.Array | np.ndarray:
     except RuntimeError:
         return gathered
     return jax.device_put(gathered, cpu)
+
+
+def write_safetensors(engine: Engine, path: Path, arrays: Mapping[str, jax.Array]) -> None:
+    """Write arrays of the mesh into a file, each when it has been gathered. Raises `ValueError`."""
+    tensors = []
+    for name, a in arrays.items():
+        if str(a.dtype) not in SPELLED:
+            raise ValueError(f"{name} is of {a.dtype}, which an export cannot hold; it takes {', '.join(SPELLED)}")
+        tensors.append(Tensor(name, SPELLED[str(a.dtype)], a.shape))
+
+    def content(tensor: Tensor) -> memoryview:
+        return np.ascontiguousarray(to_host(engine, arrays[tensor.name])).reshape(-1).view(np.uint8).data
+
+    if not leader():
+        # The leader writes; all take part in gathering.
+        for tensor in tensors:
+            content(tensor)
+        return
+    try:
+        check_room(path.parent, tensors)
+        write_file(path, tensors, content, {"format": "jaxdist.parallelize", "version": __version__})
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error

@@ -87,6 +87,12 @@ def check_batch_dims(dims: Any) -> None:
         raise ValueError(f"batch_dims is {dims!r}; give a dict of dims, or None, such as {{'tokens': 1, 'mask': None}}")
 
 
+def check_ema(ema: Any) -> None:
+    """Raise `ValueError` unless this is the decay of an average."""
+    if ema is not None and (isinstance(ema, bool) or not isinstance(ema, int | float) or not 0 <= ema < 1):
+        raise ValueError(f"ema is {ema!r}; give the decay of the average, from 0 to less than 1, such as 0.999")
+
+
 def check_gradients(gradients: Any, params: Params) -> None:
     """Raise `ValueError` for what `gradients` has not returned, and for other shapes than those of `params`."""
     if not isinstance(gradients, Gradients):

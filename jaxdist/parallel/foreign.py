@@ -256,7 +256,7 @@ def on_shards(
     Gradients reach the rule in the dtype of their parameters, as on one device. Raises `ValueError` for an `optimizer`
     that is no update rule, and for one that changes the shape or dtype of updates or state.
     """
-    _check_optimizer(optimizer, abstract)
+    _check_update(check_optimizer(optimizer), abstract)
     held = jax.tree.map(lambda p: p.held, places)
     specs = _specs_of_state(optimizer, abstract, held)
     rule = optax.with_extra_args_support(optimizer)
@@ -329,8 +329,8 @@ def _specs_of_state(optimizer: optax.GradientTransformation, abstract: Params, h
     return jax.tree.map_with_path(spec_of, jax.eval_shape(optimizer.init, abstract))
 
 
-def _check_optimizer(optimizer: Any, abstract: Params) -> None:
-    """Try the update on shapes alone, and raise `ValueError` for what does not work."""
+def check_optimizer(optimizer: Any) -> optax.GradientTransformation:
+    """Return `optimizer`; raise `ValueError` if it is no update rule."""
     if isinstance(optimizer, nnx.Optimizer):
         raise ValueError(
             "optimizer is an nnx.Optimizer, which keeps the state of one device; give the optax.GradientTransformation "
@@ -341,6 +341,11 @@ def _check_optimizer(optimizer: Any, abstract: Params) -> None:
             f"optimizer is {optimizer!r}; give an optax.GradientTransformation such as optax.adamw(1e-3), not an "
             f"nnx.Optimizer"
         )
+    return optimizer
+
+
+def _check_update(optimizer: optax.GradientTransformation, abstract: Params) -> None:
+    """Try the update on shapes alone, and raise `ValueError` for what does not work."""
     state = jax.eval_shape(optimizer.init, abstract)
     names = arguments_of(optimizer, abstract)
     returned = jax.eval_shape(partial(_try_update, optimizer, names), abstract, state, abstract)
