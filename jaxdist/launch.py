@@ -190,6 +190,9 @@ def never(_processes: int) -> bool:
 
 def in_use(folder: RunFolder, limit: float) -> str:
     """Return a sentence that says who uses the run folder now, or an empty string. `limit` is that of `RunLock`."""
+    if not folder.path.exists():
+        # A script may end with the code of a folder in use for a reason of its own.
+        return ""
     try:
         with folder.locked(limit):
             return ""

@@ -38,8 +38,14 @@ def test_three_tasks_cannot_have_four_devices(cluster, words):
 @pytest.mark.parametrize(("nodes", "host"), [("n1", "127.0.0.1"), ("n1,n2", "n1")])
 def test_tasks_of_one_node_meet_on_its_loopback(cluster, nodes, host):
     program = "from jaxdist.cluster.process_env import *; print(find(ClusterConfig()).coordinator)"
-    said = cluster.run("srun", f"--nodelist={nodes}", "-n2", PYTHON, "-c", program)
+    said = cluster.run("srun", "--quiet", f"--nodelist={nodes}", "-n2", PYTHON, "-c", program)
     assert [line.partition(":")[0] for line in said.split()] == [host, host]
+
+
+def test_the_tasks_of_a_users_own_script_join(cluster):
+    program = "import jaxdist; print(jaxdist.join())"
+    said = cluster.run("srun", "-N2", "--ntasks-per-node=1", PYTHON, "-c", program, JAX_PLATFORMS="cpu")
+    assert {"process 0 of 2", "process 1 of 2"} <= set(said.splitlines())
 
 
 def test_a_script_without_srun_is_told_so(cluster, words, tmp_path):

@@ -174,6 +174,7 @@ def test_a_signal_ends_a_job_that_waits_for_its_run_folder(job, tmp_path):
 def test_who_has_a_run_folder(tmp_path):
     folder = RunFolder(tmp_path / "run")
     assert launch.in_use(folder, 30) == ""
+    assert not folder.path.exists()
     with folder.locked():
         assert f"run is in use by process {os.getpid()} on " in launch.in_use(folder, 30)
     assert launch.in_use(folder, 30) == ""
