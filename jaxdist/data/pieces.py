@@ -86,7 +86,7 @@ class Plan:
     def documents(self, number: int, on_read: OnRead = unseen, rows: Skipped | None = None) -> Iterator[Document]:
         """Yield the documents of a piece.
 
-        `on_read` is called with the numbers of bytes as they are read, and `rows` counts those that are skipped.
+        `on_read` is called with the numbers of bytes as they are read, and `rows` counts those that are no documents.
         """
         rows = rows or Skipped(self.skips)
         for file, start, stop in self._ranges(number):

@@ -73,9 +73,9 @@ class Shards:
         return True
 
     @property
-    def skipped(self) -> dict[str, Any]:
-        """The facts of the rows that were left out; none if there are none."""
-        return skipped.facts((part.skipped, part.first_skipped) for part in self._parts)
+    def left_out(self) -> dict[str, Any]:
+        """The facts of the rows and texts that are no documents; none if there are none."""
+        return skipped.facts(part.left_out for part in self._parts)
 
     def finish(self) -> tuple[Written, int]:
         """Name the shards for good. Return what they hold, and the bytes of text that predicted tokens stand for."""

@@ -6,7 +6,7 @@ Data with more than a few such rows are not what they seem to be: beyond a share
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxdist.config import RequestError
 from jaxdist.output.units import counted
@@ -30,7 +30,13 @@ class Skipped:
         self._good = 0
         self.count = 0
         """Rows that were left out."""
+        self.empty = 0
+        """Texts without a character, which are no documents either."""
         self._first = ""
+
+    def blank(self) -> None:
+        """Count a text that is empty."""
+        self.empty += 1
 
     def good(self) -> None:
         """Count a row that was read."""
@@ -56,15 +62,21 @@ class Skipped:
         return self._first.partition("; ")[0]
 
 
-def facts(parts: Iterable[tuple[int, str]]) -> dict[str, Any]:
-    """Return for the cache what was left out of the parts of the data: how many rows, and what is wrong with the first.
+class Count(NamedTuple):
+    """What was left out of a part of the data."""
 
-    It is empty if nothing was.
-    """
-    some = [part for part in parts if part[0]]
-    if not some:
-        return {}
-    return {"skipped": sum(count for count, _ in some), "first_skipped": some[0][1]}
+    empty: int = 0
+    skipped: int = 0
+    first_skipped: str = ""
+    """What is wrong with the first row that was skipped."""
+
+
+def facts(parts: Iterable[Count]) -> dict[str, Any]:
+    """Return for the cache what was left out of all parts of the data; nothing where nothing was."""
+    parts = list(parts)
+    found: dict[str, Any] = {"empty": sum(part.empty for part in parts), "skipped": sum(part.skipped for part in parts)}
+    found["first_skipped"] = next((part.first_skipped for part in parts if part.skipped), "")
+    return {name: value for name, value in found.items() if value}
 
 
 def identity(facts: Mapping[str, Any]) -> list[Any]:
@@ -73,7 +85,12 @@ def identity(facts: Mapping[str, Any]) -> list[Any]:
 
 
 def describe(facts: Mapping[str, Any]) -> list[str]:
-    """Return a phrase about the rows that were left out, if there are any."""
+    """Return a phrase about the rows that were skipped, if there are any."""
     if "skipped" not in facts:
         return []
     return [f"{counted(facts['skipped'], 'row')} skipped, the first: {facts['first_skipped']}"]
+
+
+def describe_empty(facts: Mapping[str, Any]) -> list[str]:
+    """Return a phrase about texts without a character, if there are any."""
+    return [counted(facts["empty"], "empty text")] if "empty" in facts else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ from jaxdist.data.readers.reader import (
     Reader,
     TextReader,
     TokenReader,
-    uncounted,
     unseen,
 )
 from jaxdist.data.skipped import Skipped
@@ -71,13 +70,12 @@ class TextFile(NamedTuple):
         on_read: OnRead = unseen,
         start: int = 0,
         stop: int | None = None,
-        on_empty: Callable[[], None] = uncounted,
         rows: Skipped | None = None,
     ) -> Iterator[Document]:
         """Yield the documents that begin at bytes start..stop-1, which must be `places`, or its beginning and end.
 
-        `on_read` is called with the numbers of bytes as they are read, and `on_empty` for each text that is empty.
-        `rows` counts those that are skipped. Raises `RequestError` naming the line or byte of an error.
+        `on_read` is called with the numbers of bytes as they are read. `rows` counts those that are no documents.
+        Raises `RequestError` naming the line or byte of an error.
         """
         rows = rows or Skipped(self.skips)
         with reading(self.path), self.path.open("rb") as file:
@@ -91,7 +89,7 @@ class TextFile(NamedTuple):
                 self.text,
                 start=start,
                 stop=stop,
-                on_empty=on_empty,
+                on_empty=rows.blank,
                 bad=rows.bad,
             )
             if inside:
@@ -193,6 +191,8 @@ class Source:
         else:
             words = f"{self.name}, {len(self.files):,} files, {facts['ended']:,} documents"
         others = [f"{self.left_out} left out"] if self.left_out else []
+        # Many an __init__.py of Python's own library is empty.
+        others += [] if self.folder else skipped.describe_empty(facts)
         others += skipped.describe(facts)
         return f"{words} ({'; '.join(others)})" if others else words
 
@@ -245,16 +245,16 @@ class Source:
         return texts
 
     def documents(
-        self, fraction: float = 0.0, on_read: OnRead = unseen, on_empty: Callable[[], None] = uncounted
+        self, fraction: float = 0.0, on_read: OnRead = unseen, rows: Skipped | None = None
     ) -> Iterator[Document]:
         """Yield the documents in order.
 
         `fraction` is the part that will be held out; `on_read` is called with the numbers of bytes as they are read,
-        and `on_empty` for each text that is empty. Raises `RequestError` naming the line or byte of an error.
+        and `rows` counts those that are no documents. Raises `RequestError` naming the line or byte of an error.
         """
-        rows = Skipped(self.skips)
+        rows = rows or Skipped(self.skips)
         for file in self.texts(fraction=fraction):
-            yield from file.documents(on_read, on_empty=on_empty, rows=rows)
+            yield from file.documents(on_read, rows=rows)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def _tokenize(folder: Path, plan: Plan, tokenizer: Tokenizer, fraction: float, e
     whole = shards.advance()
     assert whole, "a piece is missing"
     written, size = shards.finish()
-    facts = {**written._asdict(), **({"bytes": size} if plan.counted else {}), **shards.skipped}
+    facts = {**written._asdict(), **({"bytes": size} if plan.counted else {}), **shards.left_out}
     return {**facts, ENTROPY: open_shards(folder, VALIDATION, plan.dtype).unigram_entropy()}
 
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxdist.data.pieces import PARTS_PER_PIECE, Plan
 from jaxdist.data.readers.reader import Document, OnRead, unseen
-from jaxdist.data.skipped import Skipped
+from jaxdist.data.skipped import Count, Skipped
 from jaxdist.data.sources import Split
 from jaxdist.data.text_bytes import TextBytes
 from jaxdist.data.tokens import TokenWriter
@@ -99,17 +99,24 @@ class Part(NamedTuple):
     """Of its files, by their names."""
     shards: dict[str, Checksum] | None = None
     """Of the files that its tokens have been put into (`data.shards`); `files` are gone then."""
-    skipped: int = 0
-    """Rows without a text that can be read, which are left out."""
-    first_skipped: str = ""
-    """What is wrong with the first of them."""
+    left_out: Count = Count()
+    """Rows and texts that are no documents."""
 
     @classmethod
     def read(cls, folder: Path, piece: int, part: int) -> Part | None:
         """Return a part, or None if it does not exist."""
         try:
             found = cls(**read_json(folder / PIECES / f"{part_name(piece, part)}.json", links=False))
-            numbers = (found.documents, found.own, found.ended, found.bytes, found.first, found.skipped)
+            found = found._replace(left_out=Count(*found.left_out))
+            numbers = (
+                found.documents,
+                found.own,
+                found.ended,
+                found.bytes,
+                found.first,
+                found.left_out.empty,
+                found.left_out.skipped,
+            )
             files = {**found.files, **(found.shards or {})}
             if any(type(number) is not int for number in (*numbers, *(size for size, _ in files.values()))):
                 raise ValueError("other values")
@@ -164,14 +171,15 @@ class Encoder:
         documents = self._plan.documents(piece, on_read, rows)
         for part in parts:
             collections.deque(itertools.islice(documents, part.documents), maxlen=0)
-        skipped = sum(part.skipped for part in parts)
+        skipped = sum(part.left_out.skipped for part in parts)
+        empty = sum(part.left_out.empty for part in parts)
         number = len(parts)
         ended = bool(parts) and parts[-1].last
         while not ended:
             part = self._write_part(part_name(piece, number), documents)
-            if rows.count > skipped:
-                part = part._replace(skipped=rows.count - skipped, first_skipped=rows.first)
-            skipped = rows.count
+            first = rows.first if rows.count > skipped else ""
+            part = part._replace(left_out=Count(rows.empty - empty, rows.count - skipped, first))
+            skipped, empty = rows.count, rows.empty
             part.write(self._folder, piece, number)
             number += 1
             ended = part.last

@@ -155,7 +155,18 @@ def test_a_part_that_is_written_again_counts_its_own_rows(write, tmp_path):
     encoder = Encoder(tmp_path, replace(plan, size=100), tokenizer)
     encoder.write(0)
     parts = parts_of(tmp_path, 0)
-    assert (len(parts) > 1, sum(part.skipped for part in parts)) == (True, 2)
+    assert (len(parts) > 1, sum(part.left_out.skipped for part in parts)) == (True, 2)
     (tmp_path / PIECES / f"{part_name(0, len(parts) - 1)}.json").unlink()
     encoder.write(0)
     assert parts_of(tmp_path, 0) == parts
+
+
+def test_empty_texts_are_counted(write, tmp_path):
+    (tmp_path / "web").mkdir()
+    content = lines("", *TEXTS[:30], "") + '{"text": null}\n' + lines(*TEXTS[30:], "")
+    path = write("web/a.jsonl", content)
+    write("web/b.md", "no")
+    said = f"(1 .md left out; 3 empty texts; 1 row skipped, the first: line 33 of '{path}' has null as its \"text\"), "
+    source = open_(path=tmp_path / "web", on_error="skip").source
+    assert f"{tmp_path / 'web'}, 60 documents {said}" in source
+    assert "60 documents, " in open_(path=write("b.jsonl", lines(*TEXTS))).source

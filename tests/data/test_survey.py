@@ -7,6 +7,7 @@ import numpy as np
 from jaxdist.data import packed_rows
 from jaxdist.data.packed_rows import document_lengths, lengths_in_order
 from jaxdist.data.packing import cut_in_stream
+from jaxdist.data.skipped import Skipped
 from jaxdist.data.sources import Source
 from jaxdist.data.survey import duplicates
 from jaxdist.data.survey.duplicates import Hashes
@@ -20,9 +21,9 @@ BOS, EOS = 1, 2
 
 def test_empty_texts_are_counted(write):
     path = write("a.jsonl", lines("", "one", "", "two") + "\n" + lines(""))
-    empty = []
-    found = [document.text for document in Source.of(path).documents(on_empty=lambda: empty.append(1))]
-    assert (found, len(empty)) == (["one", "two"], 3)
+    rows = Skipped(skips=False)
+    found = [document.text for document in Source.of(path).documents(rows=rows)]
+    assert (found, rows.empty) == (["one", "two"], 3)
 
 
 def test_lengths_do_not_depend_on_how_much_is_read_at_a_time(write, monkeypatch):

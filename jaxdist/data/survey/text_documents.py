@@ -106,6 +106,7 @@ class TextDocuments:
                     found.problems += error.problems
                 found.problems += rows.take_refusals()
             found.bad += rows.found
+            found.empty += rows.empty
         found.samples.sort()
         return found
 
@@ -118,7 +119,7 @@ class TextDocuments:
         content = xxhash.xxh3_64()
         size = 0
         start = ""
-        for piece in file.documents(on_read, on_empty=self._count_empty, rows=rows):
+        for piece in file.documents(on_read, rows=rows):
             encoded = piece.text.encode()
             content.update(encoded)
             size += len(encoded)
@@ -129,9 +130,6 @@ class TextDocuments:
                 content.reset()
                 size = 0
                 start = ""
-
-    def _count_empty(self) -> None:
-        self.empty += 1
 
     def _add(self, size: int, content: int, start: str) -> None:
         number = self.hashes.count
