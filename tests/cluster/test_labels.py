@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import time
 
 import pytest
 
@@ -15,6 +16,7 @@ def shown(*chunks: bytes) -> bytes:
         labelled = Labelled(os.fdopen(ours, "rb"), result.fileno(), "[a 1] ")
         for chunk in chunks:
             os.write(theirs, chunk)
+            time.sleep(0.05)  # so that it is read alone
         os.close(theirs)
         labelled.close(10)
         result.seek(0)
@@ -29,6 +31,7 @@ def shown(*chunks: bytes) -> bytes:
         ([b"no end"], b"[a 1] no end\n"),
         ([b"\n"], b"[a 1] \n"),
         ([b"a\r\nb\r\n"], b"[a 1] a\n[a 1] b\n"),
+        ([b"a\r", b"\nb", b"c\n"], b"[a 1] a\n[a 1] bc\n"),
         ([b" 1 %\r 2 %\r"], b"[a 1]  1 %\n[a 1]  2 %\n"),
         ([b"[a 1] has it\n"], b"[a 1] has it\n"),
         ([b"\xff\x00\n"], b"[a 1] \xff\x00\n"),

@@ -26,7 +26,7 @@ def home(tmp_path, monkeypatch):
     ("words", "name", "script"),
     [
         (["my train.py", "--mesh", "2x1x1"], "my train", "my train.py"),
-        (["-X", "dev", "-Werror", "-u", "my train.py"], "my train", "my train.py"),
+        (["-X", "dev", "-u", "-Werror", "my train.py"], "my train", "my train.py"),
         (["-m", "mine.main", "-m", "x"], "main", None),
         (["-umjson.tool"], "tool", None),
         (["-m", "unittest"], "unittest", None),
