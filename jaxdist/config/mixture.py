@@ -89,8 +89,7 @@ class MixtureConfig(NamedTuple):
                 )
             before = first
 
-    def describe(self) -> str:
-        """Return the shares of all phases in one line."""
+    def __str__(self) -> str:
         texts = []
         for number, phase in enumerate(self.phases):
             shares = describe_shares(self.weights(phase))

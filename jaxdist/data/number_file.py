@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from jaxtyping import Integer
 from jaxdist.config import DataLost
 
 MOST_OPEN = 256
-"""Files of one stream that are open at a time: a process may have 1,024 open on most systems."""
+"""Files that are open at a time: a process may have 1,024 open on most systems."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class NumberFile:
         place = self.offset + start * numbers.itemsize
         # Another thread may close it meanwhile: it stays open as long as it has a name here.
         file = self._file
+        OPEN.note(self)
         while rest:
             try:
                 count = os.preadv(file.fileno(), [rest], place)
@@ -78,9 +80,34 @@ class NumberFile:
         return file
 
 
+class OpenFiles:
+    """Notes which files of this process are open, and closes those that were not read for the longest time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: OrderedDict[int, weakref.ref[NumberFile]] = OrderedDict()
+        """By their identity in memory, the one that was read last at the end."""
+
+    def note(self, file: NumberFile) -> None:
+        """Note that a file was read just now. The last `MOST_OPEN` that were read stay open."""
+        oldest = []
+        with self._lock:
+            self._files[id(file)] = weakref.ref(file)
+            self._files.move_to_end(id(file))
+            while len(self._files) > MOST_OPEN:
+                oldest.append(self._files.popitem(last=False)[1]())
+        for one in oldest:
+            if one is not None:
+                one.close()
+
+
+OPEN = OpenFiles()
+"""Those of this process, whatever stream or source they belong to."""
+
+
 @dataclass(frozen=True)
 class JoinedNumbers:
-    """The numbers of several files, one file after another. The last `MOST_OPEN` files that were read are open."""
+    """The numbers of several files, one file after another."""
 
     files: tuple[NumberFile, ...]
     counts: tuple[int, ...]
@@ -98,28 +125,9 @@ class JoinedNumbers:
             begin = end - self.counts[number]
             until = min(stop, end)
             numbers[place - start : until - start] = self.files[number].read(place - begin, until - begin)
-            self._note_open(number)
             place = until
             number += 1
         return numbers
-
-    def _note_open(self, number: int) -> None:
-        """Note that a file was read just now, and close the one that was not read for the longest time."""
-        with self._lock:
-            self._open[number] = None
-            self._open.move_to_end(number)
-            if len(self._open) > MOST_OPEN:
-                oldest, _ = self._open.popitem(last=False)
-                self.files[oldest].close()
-
-    @cached_property
-    def _open(self) -> OrderedDict[int, None]:
-        """The numbers of the files that are open, the one that was read last at the end."""
-        return OrderedDict()
-
-    @cached_property
-    def _lock(self) -> threading.Lock:
-        return threading.Lock()
 
     @cached_property
     def _ends(self) -> list[int]:

@@ -35,6 +35,7 @@ def enter(folder: RunFolder, config: Config) -> Config:
     committed = [step for steps in folder.step_dirs() for step in steps.steps()]
     if not folder.config.exists():
         _check_new(folder, config, committed)
+        _note_new(folder, config)
         return source_of(config.init_from).inherit(config)
     if config.resume == "never":
         raise RequestError(
@@ -48,6 +49,7 @@ def enter(folder: RunFolder, config: Config) -> Config:
     if not committed:
         # The run died before it had learned anything that could be kept, or that is not where it was.
         _refuse_lost(folder, folder.own_config())
+        _note_new(folder, config)
         return source_of(config.init_from).inherit(config)
     return _continuing(folder, config, steps or committed)
 
@@ -87,6 +89,12 @@ def _check_new(folder: RunFolder, config: Config, committed: list[int]) -> None:
         )
     if config.resume.isdecimal():
         raise RequestError(f"run folder {folder.path} holds no run to go back to step {config.resume} of")
+
+
+def _note_new(folder: RunFolder, config: Config) -> None:
+    """Note what has no effect on a run that begins."""
+    if config.data.changed:
+        folder.notes.append("data.changed is true, and the run begins here: its mixture is the first one")
 
 
 def _refuse_lost(folder: RunFolder, config: Config | None) -> None:

@@ -72,7 +72,7 @@ def beginning(run: Run) -> list[str]:
 def outlook(run: Run) -> list[str]:
     """Return the summary of a dry run: its data are not read, and its devices need not be there."""
     mixture = run.config.data.mixture
-    data = f"not read; {mixture.describe()}" if mixture else "not read"
+    data = f"not read; {mixture}" if mixture else "not read"
     where = [("data", data), ("run folder", f"{run.config.run_dir}; not entered")]
     return _lines([*_plan(run, _length(run)), *where, *_layout(run)])
 

@@ -1,11 +1,13 @@
 """Several sources as one corpus: each split by itself, one tokenizer for all, and rows that say whose they are."""
 
+import os
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
-from jaxdist.data import shared_tokenizer
+from jaxdist.data import number_file, shared_tokenizer
 from jaxdist.data.mixed_rows import MixedRows
 from jaxdist.data.mixture import Mixture, Phase
 from jaxdist.data.rows import CutRows
@@ -164,3 +166,14 @@ def test_what_a_run_reads_of_each_source_is_told():
     assert (b.share, b.epochs) == (0.625, 25)
     assert "'b' is read 25.0 times" in b.warning
     assert usages_of(mixture, 400)[0].warning == ""
+
+
+def test_many_sources_keep_few_files_open(write, monkeypatch):
+    monkeypatch.setattr(number_file, "MOST_OPEN", 4)
+    corpus = mixed({f"s{i}": write(f"{i}.bin", ids(*np.arange(100 * i, 100 * i + 99))) for i in range(9)}, vocab=999)
+    before = len(os.listdir("/proc/self/fd"))
+    for rows in (corpus.train, corpus.validation, corpus.train):
+        tokens = rows.read(np.arange(rows.count))["tokens"]
+        whose = np.searchsorted(rows.firsts, np.arange(rows.count), "right") - 1
+        assert (tokens // 100 == whose[:, None]).all()
+        assert len(os.listdir("/proc/self/fd")) <= before + 4

@@ -47,7 +47,7 @@ def test_a_table_is_read_and_written_the_same(folder):
     assert [tuple(phase) for phase in mixture.phases] == [(0, (0.7, 0.3)), (0.9, (0, 1))]
     (folder / "resolved.toml").write_text(to_toml(config))
     assert load("resolved.toml", {}).data == config.data
-    assert mixture.describe() == "web.txt 70 %, code 30 %; from 0.9 on code 100 %"
+    assert str(mixture) == "web.txt 70 %, code 30 %; from 0.9 on code 100 %"
 
 
 @pytest.mark.parametrize(

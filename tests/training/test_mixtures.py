@@ -17,9 +17,11 @@ from jaxdist.data.tokens import TokenWriter
 from jaxdist.training import plots
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.engine import Means
+from jaxdist.training.entering import enter
 from jaxdist.training.metrics import _validation_line
 from jaxdist.training.mixture_record import MixtureRecord
 from jaxdist.training.run import Run
+from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.validation import losses_of_sources
 from tests.training.curves import close, lines
 
@@ -303,6 +305,13 @@ def test_a_record_that_is_damaged_is_refused():
     ):
         with pytest.raises(RequestError, match="what the checkpoint keeps of the mixture cannot be read"):
             MixtureRecord.of({"mixture": damaged})
+
+
+def test_a_run_that_begins_has_no_mixture_to_change(sources, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    data = dict(mixture=table(sources, NEW), changed=True)
+    enter(folder, Config(run_dir=tmp_path / "run", data=data))
+    assert folder.notes == ["data.changed is true, and the run begins here: its mixture is the first one"]
 
 
 # ---- whole runs
