@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -67,13 +68,20 @@ def agreed(look: Callable[[], int]) -> int:
     raise kind("process 0 has refused the request, and says why")
 
 
-def leader_first(name: str, make: Callable[[], Made]) -> Made:
+def leader_first(
+    name: str, make: Callable[[], Made], meanwhile: Callable[[Callable[[], bool]], None] | None = None
+) -> Made:
     """Return what `make` returns, called in every process, but first in the leader alone.
 
     What the leader leaves on disk is there for the others; if it raises, the others do not call `make`, and end with
-    the leader. Does not start JAX's devices.
+    the leader. `meanwhile` is called in the others, and returns soon after the function that it is given returns True.
+    Does not start JAX's devices.
     """
     if kv_store.process() != 0:
+        if meanwhile:
+            made_there = threading.Event()
+            kv_store.watch(name, lambda text: made_there.set())
+            meanwhile(made_there.is_set)
         kv_store.read(name)
     made = make()
     if kv_store.process() == 0 and kv_store.processes() > 1:

@@ -68,6 +68,8 @@ class Plan:
     counted: ByteCount
     tokenizer: Checksum
     """Of the tokenizer's file, which lies beside the plan."""
+    run: str = ""
+    """The run whose processes write the pieces together (`data.sharing`); empty for a process by itself."""
 
     @classmethod
     def of(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from jaxdist.config import RequestError
 from jaxdist.data.pieces import ByteCount, Plan
 from jaxdist.data.progress import Pass, Progress
 from jaxdist.data.shards import TRAIN, VALIDATION, Shards, open_shards, take_up
+from jaxdist.data.sharing import claim_cores, claimed, forget_claims, run_that_shares, wait_for_others
 from jaxdist.data.sources import Source, Sources, TextFile
 from jaxdist.data.token_cache import empty, open_cache
 from jaxdist.data.tokenizing import PIECES, TOKENIZER, is_written
@@ -85,6 +87,7 @@ def open_store(
             special = (given or kept_tokenizer(new)).special
             plan = Plan.of(files, dtype, special, doubled, counted, checksum(new / TOKENIZER))
             (new / PIECES).mkdir()
+        plan = replace(plan, run=run_that_shares())
         plan.write(new)
         encoding = Pass(progress, "tokenizing", text.size)
         facts = _tokenize(new, plan, (given or kept_tokenizer(new)).load(), fraction, encoding)
@@ -112,6 +115,7 @@ def _begun(folder: Path, files: Sequence[TextFile]) -> Plan | None:
         sweep_temporaries(folder)
         sweep_temporaries(folder / PIECES)
         take_up(folder, plan)
+        forget_claims(folder)
         return plan
     except (*WRONG_CONTENT, IndexError):
         # The folder may hold anything: whatever is wrong with it, the work starts over.
@@ -132,12 +136,26 @@ def _tokenize(folder: Path, plan: Plan, tokenizer: Tokenizer, fraction: float, e
     if done:
         encoding.read(done)
     shards.advance()
-    write_pieces(folder, plan, tokenizer, missing, encoding, shards.advance, core_count())
+    write_own = partial(write_pieces, folder, plan, tokenizer, reading=encoding, after_each=shards.advance)
+    if plan.run and len(missing) > 1:
+        claim_cores(folder)
+        own: list[int] = []
+        write_own(pieces=_noted(claimed(folder, missing), own), workers=min(core_count(), len(missing)))
+        others = sorted(set(missing).difference(own))
+        missing = wait_for_others(folder, plan, others, encoding, shards.advance)
+    write_own(pieces=missing, workers=min(core_count(), len(missing)))
     whole = shards.advance()
     assert whole, "a piece is missing"
     written, size = shards.finish()
     facts = {**written._asdict(), **({"bytes": size} if plan.counted else {}), **shards.left_out}
     return {**facts, ENTROPY: open_shards(folder, VALIDATION, plan.dtype).unigram_entropy()}
+
+
+def _noted(pieces: Iterator[int], into: list[int]) -> Iterator[int]:
+    """Yield the pieces, and note each."""
+    for piece in pieces:
+        into.append(piece)
+        yield piece
 
 
 def token_type(vocab: int) -> TokenType:

@@ -16,7 +16,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,16 +44,16 @@ def write_pieces(
     folder: Path,
     plan: Plan,
     tokenizer: Tokenizer,
-    pieces: Sequence[int],
+    pieces: Iterable[int],
     reading: Pass,
     after_each: Callable[[], object],
     workers: int,
 ) -> None:
     """Write these pieces into a folder, which holds the plan and the tokenizer, with that many processes.
 
-    `after_each` is called after each piece. Raises `RequestError` for what is wrong with the text.
+    The next piece is asked for when a process is free. `after_each` is called after each. Raises `RequestError` for
+    what is wrong with the text.
     """
-    workers = min(workers, len(pieces))
     if workers > 1:
         _Pool(folder, pieces, reading, after_each).run(workers)
         return
@@ -74,9 +74,11 @@ class _Told(NamedTuple):
 class _Pool:
     """Processes that write pieces, each the next one that is left."""
 
-    def __init__(self, folder: Path, pieces: Sequence[int], reading: Pass, after_each: Callable[[], object]):
+    def __init__(self, folder: Path, pieces: Iterable[int], reading: Pass, after_each: Callable[[], object]):
         self._folder = folder
-        self._left = list(reversed(pieces))
+        self._pieces = iter(pieces)
+        self._given = 0
+        """Pieces that processes are writing."""
         self._reading = reading
         self._after_each = after_each
         self._told: queue.SimpleQueue[_Told] = queue.SimpleQueue()
@@ -84,13 +86,12 @@ class _Pool:
     def run(self, workers: int) -> None:
         """Start the processes, and end them when all is written or one refuses the text."""
         processes: list[subprocess.Popen[str]] = []
-        missing = len(self._left)
         try:
             for _ in range(workers):
                 processes.append(self._start())
                 self._give(processes[-1])
-            while missing:
-                missing -= self._hear()
+            while self._given:
+                self._hear()
         finally:
             for process in processes:
                 process.kill()
@@ -118,21 +119,23 @@ class _Pool:
 
     def _give(self, process: subprocess.Popen[str]) -> None:
         """Give a process the next piece, if one is left."""
-        if not self._left:
+        piece = next(self._pieces, None)
+        if piece is None:
             return
         assert process.stdin
+        self._given += 1
         # That a process has ended is told by the thread that listens to it.
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(f"{self._left.pop()}\n")
+            process.stdin.write(f"{piece}\n")
             process.stdin.flush()
 
-    def _hear(self) -> int:
-        """Hear what a process tells next; return how many pieces it has written meanwhile."""
+    def _hear(self) -> None:
+        """Hear what a process tells next."""
         try:
             process, line = self._told.get(timeout=LIFE_SECONDS)
         except queue.Empty:
             self._reading.read(0)
-            return 0
+            return
         if line is None:
             raise Unfinished(
                 f"a process that tokenizes has ended ({_how(process)}); what is tokenized is kept: start again, with "
@@ -143,9 +146,9 @@ class _Pool:
         if READ in line:
             self._reading.read(line[READ])
         if WRITTEN in line:
+            self._given -= 1
             self._give(process)
             self._after_each()
-        return int(WRITTEN in line)
 
 
 def _how(process: subprocess.Popen[str]) -> str:

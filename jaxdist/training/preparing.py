@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import jax
 
-from jaxdist.cluster import xla_options
+from jaxdist.cluster import kv_store, xla_options
 from jaxdist.cluster.consensus import agreed, check_alike, from_leader, leader, leader_first
 from jaxdist.cluster.heartbeat import AWAITING, READING, STARTING
 from jaxdist.cluster.job import Job
 from jaxdist.cluster.preflight import check_folder
 from jaxdist.config import RequestError
+from jaxdist.data.sharing import help_to_tokenize, shared_by
 from jaxdist.mesh import REPLICA
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.console import Screen
@@ -169,10 +172,29 @@ def open_data(run: Run, folder: RunFolder, job: Job, screen: Screen) -> bool:
     run.task.progress = DataProgress(note_reading, screen if leader() else None, begin_summary)
     job.note(READING if leader() else AWAITING)
     try:
-        leader_first("tokens", read)
+        leader_first("tokens", partial(_shared, read), partial(_help, run))
     finally:
         screen.pause()
     return begun
+
+
+SHARED = "run that tokenizes"
+"""The name under which the leader tells the others which texts are theirs to help with."""
+
+
+def _shared(read: Callable[[], None]) -> None:
+    """Read the data, with the help of the other processes if there are any and this is the leader."""
+    if kv_store.processes() == 1 or kv_store.process() != 0:
+        read()
+        return
+    run = secrets.token_hex(8)
+    kv_store.post(SHARED, run)
+    with shared_by(run):
+        read()
+
+
+def _help(run: Run, ended: Callable[[], bool]) -> None:
+    help_to_tokenize(kv_store.read(SHARED), ended, run.task.progress)
 
 
 def announce(run: Run, folder: RunFolder, prepared: Prepared, say: Callable[[str], None]) -> None:

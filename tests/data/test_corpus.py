@@ -225,10 +225,10 @@ def test_whoever_comes_second_uses_what_is_there(write, cache, monkeypatch):
     path = write("a.txt", POEM)
     write_pieces, first = token_store.write_pieces, []
 
-    def overtaken(*arguments):
+    def overtaken(*arguments, **named):
         monkeypatch.setattr(token_store, "write_pieces", write_pieces)
         first.append(open_(path=path))
-        return write_pieces(*arguments)
+        return write_pieces(*arguments, **named)
 
     monkeypatch.setattr(token_store, "write_pieces", overtaken)
     assert open_(path=path) == first[0]
@@ -270,9 +270,9 @@ def test_a_file_that_changes_while_it_is_read_is_not_cached(write, cache, monkey
     path = write("a.txt", POEM)
     write_pieces = token_store.write_pieces
 
-    def growing(*arguments):
+    def growing(*arguments, **named):
         path.write_text(POEM + "more")
-        return write_pieces(*arguments)
+        return write_pieces(*arguments, **named)
 
     monkeypatch.setattr(token_store, "write_pieces", growing)
     with pytest.raises(RequestError, match="changed while it was read"):

@@ -300,8 +300,8 @@ def test_what_is_whole_is_opened_where_nothing_can_be_written(made, monkeypatch)
 def test_a_text_that_vanishes_is_no_fault_of_the_cache(write, cache, monkeypatch):
     path, write_pieces = write("a.txt", POEM), token_store.write_pieces
 
-    def vanishing(*arguments):
-        write_pieces(*arguments)
+    def vanishing(*arguments, **named):
+        write_pieces(*arguments, **named)
         path.unlink()
 
     monkeypatch.setattr(token_store, "write_pieces", vanishing)
