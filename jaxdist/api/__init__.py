@@ -36,6 +36,7 @@ from jaxdist.api.request import (
     unsplit,
 )
 from jaxdist.api.starting import exported, replaced, sources_of
+from jaxdist.api.verifying import Side, Verification, fits, verify
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.script import check_joined, join
 from jaxdist.config import compute_dtype
@@ -169,7 +170,15 @@ def parallelize(
     step = Step(forward, rule, keep=precision == "mixed", takes_loss="value" in takes)
     compiler_options = xla_options.options_for(device_mesh, sequence=bool(layout.sequence_parallel))
     engine = Engine(device_mesh, layout, step, compiler_options)
-    return Parallel(engine, model, accumulation, "; ".join(filter(None, notes)), check, takes, batch_dims or ROWS_FIRST)
+
+    def on_one_device(device: jax.Device) -> Parallel:
+        # A module that keeps something from one micro-batch to the next is another one with other micro-batches.
+        k = accumulation if model.variables else 1
+        options: dict[str, Any] = dict(precision=precision, accumulation=k, wrt=wrt, batch_dims=batch_dims, ema=ema)
+        return parallelize(model_fn, loss_fn, optimizer, "1x1x1", devices=[device], **options)
+
+    note = "; ".join(filter(None, notes))
+    return Parallel(engine, model, accumulation, note, check, takes, batch_dims or ROWS_FIRST, on_one_device)
 
 
 def _note_unsplit(layout: Layout, forward: Forward, split: Params) -> str:
@@ -192,11 +201,13 @@ class Parallel:
         check: MeanCheck | None,
         takes: tuple[str, ...],
         batch_dims: BatchDims,
+        on_one_device: Callable[[jax.Device], Parallel],
     ):
         """`note` says which parameters ZeRO leaves whole, and which names no rule splits; or it is empty.
 
         `check` looks at the first batches; None for a pipeline, whose head returns a mean over rows. `takes` are
         the further arguments that the optimizer's update must have, `batch_dims` the dims of rows.
+        `on_one_device` makes the same for one device.
         """
         self.mesh = engine.mesh
         self.layout = engine.layout
@@ -207,6 +218,7 @@ class Parallel:
         self._mean_check = check
         self._batches = Batches(engine, accumulation, batch_dims)
         self._takes = takes
+        self._on_one_device = on_one_device
         self._differentiating: dict[LossFunction, Engine] = {}
         self._application = Application(engine, model)
 
@@ -284,6 +296,28 @@ class Parallel:
         functions = tuple((name, value) for name, value in extra.items() if callable(value))
         with jax.set_mesh(self.mesh):
             return self._engine.update(state, gradients, arrays, functions)
+
+    def verify(self, batch: Batch, seed: int = 0) -> Verification:
+        """Take one step on the mesh and the same step on one device, and compare all numbers; `print` the result.
+
+        Both begin with `init(seed)`. The loss, the norm, every gradient and every changed parameter and variable are
+        compared; `equal` says whether they agree, `str` which is the worst and which collectives ran. A module that
+        holds no variables sees all rows at once on the one device, without micro-batches. It is the first device of
+        this process, or the host's CPU where the state does not fit. Call it before training: the mesh holds a second
+        state meanwhile. Raises `ValueError` for what `step` refuses, but for an optimizer with a line search.
+        """
+        device = self._engine.first_device
+        with jax.set_mesh(self.mesh):
+            if not fits(device, self._engine.abstract()):
+                device = jax.local_devices(backend="cpu")[0]
+        forward = self._engine.step.forward
+        draws = any(jnp.issubdtype(a.dtype, jax.dtypes.prng_key) for a in jax.tree.leaves(self.model.variables))
+        hint = ""
+        if isinstance(forward, ModuleForward) and forward.scope != "batch" and draws:
+            hint = f"under scope '{forward.scope}' each device draws random numbers of its own, as dropout does"
+        other = self._on_one_device(device)
+        sides = Side(self._engine, self._batches), Side(other._engine, other._batches)
+        return verify(*sides, batch, seed, "value_fn" in self._takes, hint)
 
     def _engine_for(self, loss_fn: LossFunction) -> Engine:
         """Return the engine whose steps have another loss function."""

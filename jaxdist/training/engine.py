@@ -201,6 +201,11 @@ class Engine:
         # Each process indexes the global array: replicas cannot differ.
         return jax.make_array_from_callback(a.shape, sharding, a.__getitem__)
 
+    @property
+    def first_device(self) -> jax.Device:
+        """The first device of the mesh that is one of this process."""
+        return next(device for device in self.mesh.devices.flat if device.process_index == jax.process_index())
+
     def whole(self, a: jax.Array) -> jax.Array:
         """Return an array on one device of this process."""
         return jax.device_put(a, self.sharding(())).addressable_data(0)
