@@ -22,6 +22,9 @@ INFO = "dataset_info.json"
 SPLITS = "dataset_dict.json"
 """The file in which it lists the splits, each of which is a folder."""
 
+CACHE = re.compile(r"cache-[0-9a-f]+(?:_\d+_of_\d+)?\.arrow")
+"""What `datasets` calls what it has made of a data set by `map` and `filter`, beside its files."""
+
 Split = Literal["train", "val", "test"]
 
 WORDS: dict[str, Split] = {"train": "train", "training": "train"}

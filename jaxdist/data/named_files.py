@@ -18,7 +18,7 @@ from jaxdist.config import RequestError
 from jaxdist.config.text_template import TEXT
 from jaxdist.data.addresses import is_address
 from jaxdist.data.compressed import ending_of
-from jaxdist.data.dataset_folders import shards_of, split_in, split_of
+from jaxdist.data.dataset_folders import CACHE, shards_of, split_in, split_of
 from jaxdist.data.known import MANY, known
 from jaxdist.data.readers import READERS, is_token_file, reader_of, remember
 from jaxdist.data.readers.megatron import bin_of, index_of
@@ -184,7 +184,7 @@ def _readable(files: Iterable[Path], key: str) -> NamedFiles:
     Texts beside the tokens to train on, such as the input.txt of nanoGPT beside its train.bin, are what these are of.
     """
     files, empty = _without_empty(files, key)
-    of_a_form = tuple(path for path in files if ending_of(path) == TXT or reader_of(path, key) != PLAIN_TEXT)
+    of_a_form = tuple(path for path in files if _has_form(path, key))
     if not of_a_form:
         return NamedFiles(files, empty)
     tokens = tuple(path for path in of_a_form if is_token_file(path))
@@ -192,6 +192,13 @@ def _readable(files: Iterable[Path], key: str) -> NamedFiles:
         of_a_form = tokens
     read = set(of_a_form)
     return NamedFiles(of_a_form, (*empty, *(path for path in files if path not in read)))
+
+
+def _has_form(path: Path, key: str) -> bool:
+    """Return whether a file of a folder is called .txt or of a form that is read, and is no copy of other files."""
+    if CACHE.fullmatch(path.name):
+        return False
+    return ending_of(path) == TXT or reader_of(path, key) != PLAIN_TEXT
 
 
 def _look_at(files: Sequence[Path], text: str) -> None:

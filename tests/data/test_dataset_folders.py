@@ -78,6 +78,12 @@ WANTED = {
 }
 
 
+def test_what_datasets_has_made_of_a_data_set_is_no_part_of_it(tmp_path):
+    for name in ("a-train", "a-validation", "cache-0f56d554530ef268", "cache-0f56d554530ef268_00001_of_00004"):
+        (tmp_path / f"{name}.arrow").write_bytes(arrow(table(name)))
+    assert texts_of(tmp_path) == (["a-train"], ["a-validation"])
+
+
 @pytest.mark.parametrize("pattern", ["", "**/*.*"])
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_the_splits_of_the_hub_are_known_by_names(tmp_path, case, pattern):
