@@ -18,7 +18,7 @@ from jaxdist.data.held_out import HeldOut
 from jaxdist.data.mixed_rows import MixedRows
 from jaxdist.data.mixture import Mixture
 from jaxdist.data.order import held_out_rows
-from jaxdist.data.usage import usages_of
+from jaxdist.data.usage import largest, usages_of, warnings_of
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
@@ -27,7 +27,7 @@ from jaxdist.planning.timing import flops_per_token
 from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
-from jaxdist.training.mixture_record import MixtureRecord, asked_by
+from jaxdist.training.mixture_record import MixtureRecord, asked_by, described
 from jaxdist.training.task import Task
 from jaxdist.training.validation import HeldOutPart
 
@@ -147,16 +147,22 @@ class TextTask(Task[Model]):
         return np.array([firsts.get(name, nowhere) for name in self.mixture.names])
 
     def about_data(self) -> list[tuple[str, str]]:
-        """Return the line about the data; of a mixture, a line for each source too, and warnings."""
+        """Return the line about the data; of a mixture also about its sources and phases, and warnings."""
         lines = super().about_data()
-        if self.mixture is None:
+        if self.record is None or self.mixture is None:
             return lines
         train = self.config.train
         usages = usages_of(self.mixture, train.steps * train.global_batch_size)
         # Not one that was left out when the run went on.
         usages = [usage for usage in usages if usage.name in self.data.sources]
-        lines += [("", f"{self.data.sources[usage.name].source}: {usage}") for usage in usages]
-        return lines + [("warning", warning) for usage in usages if (warning := usage.warning)]
+        named = largest(usages)
+        lines += [("", f"{self.data.sources[usage.name].source}: {usage}") for usage in named]
+        if len(usages) > len(named):
+            share = 1 - sum(usage.share for usage in named)
+            lines.append(("", f"{len(usages) - len(named):,} more sources: {100 * share:.4g} % of the rows"))
+        if len(self.record.phases) > 1:
+            lines.append(("", described(self.record.phases, train.global_batch_size)))
+        return [*lines, *(("warning", warning) for warning in warnings_of(usages))]
 
     def held_out_sources(self) -> dict[str, int]:
         """Return the number of held-out rows of each source of a mixture, or of the one without a name."""

@@ -11,7 +11,7 @@ from jaxdist.data import number_file, shared_tokenizer
 from jaxdist.data.mixed_rows import MixedRows
 from jaxdist.data.mixture import Mixture, Phase
 from jaxdist.data.rows import CutRows
-from jaxdist.data.usage import usages_of
+from jaxdist.data.usage import LISTED, WARNED, Usage, largest, usages_of, warnings_of
 from tests.data.files import POEM, VOCAB, S, ids, lines, open_, save_tokenizer
 
 CODE = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(300))
@@ -162,10 +162,12 @@ def test_the_entropy_is_the_mean_over_the_sources(write):
 def test_what_a_run_reads_of_each_source_is_told():
     mixture = Mixture(0, {"a": 100, "b": 50}, [Phase(0, {"a": 3, "b": 1}), Phase(1000, {"b": 1})])
     a, b = usages_of(mixture, 2000)
-    assert (a.share, a.epochs, a.warning != "") == (0.375, 7.5, True)
+    assert (a.share, a.epochs) == (0.375, 7.5)
     assert (b.share, b.epochs) == (0.625, 25)
-    assert "'b' is read 25.0 times" in b.warning
-    assert usages_of(mixture, 400)[0].warning == ""
+    worst, other = warnings_of([a, b])
+    assert "'b' is read 25.0 times" in worst
+    assert "'a' is read 7.5 times" in other
+    assert list(warnings_of(usages_of(mixture, 200))) == []
 
 
 def test_many_sources_keep_few_files_open(write, monkeypatch):
@@ -177,3 +179,13 @@ def test_many_sources_keep_few_files_open(write, monkeypatch):
         whose = np.searchsorted(rows.firsts, np.arange(rows.count), "right") - 1
         assert (tokens // 100 == whose[:, None]).all()
         assert len(os.listdir("/proc/self/fd")) <= before + 4
+
+
+def test_of_many_sources_the_largest_are_told():
+    usages = [Usage(f"s{i}", share=(i * 7 % 30) / 435, epochs=i) for i in range(30)]
+    named = largest(usages)
+    assert [usage.name for usage in named] == [f"s{i}" for i in range(30) if i * 7 % 30 >= 30 - LISTED]
+    warnings = list(warnings_of(usages))
+    assert len(warnings) == WARNED + 1
+    assert warnings[0].startswith("'s29' is read 29.0 times")
+    assert warnings[-1] == "22 more sources are read more than 4 times"

@@ -91,6 +91,7 @@ def test_the_summary_has_a_line_for_each_source(sources):
     lines = [text for name, text in rest if name == ""]
     assert lines[0].endswith("a.bin, 2.9 k tokens and 150 held out: 35 % of the rows, 1.97 epochs")
     assert lines[2].endswith("c.bin, 475 tokens and 25 held out: 50 % of the rows, 16.95 epochs")
+    assert lines[3] == "a 70 %, b 30 %; after 125 steps c 100 %"
     assert [text for name, text in rest if name == "warning"] == [
         "'c' is read 16.9 times in this run, and repeated data teach less and less above 4 times; lower its weight, or "
         "give more of it"
@@ -266,7 +267,7 @@ def test_a_source_may_be_added_or_left_out(sources):
         saved(added, 70), mixture=table({name: sources[name] for name in ("b", "c")}, {"b": 1, "c": 1}), changed=True
     )
     assert set(np.concatenate(parts(without, range(70, 100))).tolist()) == {0, 1}
-    assert [name for name, _ in without.task.about_data()] == ["data", "", "", "warning"]
+    assert [name for name, _ in without.task.about_data()] == ["data", "", "", "", "warning"]
     assert without.task.mixture.rows_before(70 * BATCH).tolist() == added.task.mixture.rows_before(70 * BATCH).tolist()
 
 
