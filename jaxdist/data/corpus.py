@@ -13,6 +13,7 @@ from jaxdist.data.mixed_rows import MixedRows
 from jaxdist.data.packed_rows import open_packed
 from jaxdist.data.paths import open_mixture
 from jaxdist.data.progress import Progress, unseen
+from jaxdist.data.row_use import describe_use
 from jaxdist.data.rows import CutRows, TokenRows
 from jaxdist.data.shared_tokenizer import shared_tokenizer
 from jaxdist.data.sources import Sources
@@ -167,7 +168,8 @@ def _in_rows(streams: Streams, config: DataConfig, sequence: int, progress: Prog
     if config.pack == "cut":
         train = CutRows(streams.train, sequence)
         validation = CutRows(streams.validation, sequence)
-        return Corpus(train, validation, tokenizer, special, fingerprint, streams.line, streams.changed)
+        source = "; ".join(filter(None, (streams.line, describe_use(streams.facts, sequence))))
+        return Corpus(train, validation, tokenizer, special, fingerprint, source, streams.changed)
     if not special.delimits():
         raise RequestError(
             f"data.pack is best-fit, but no tokenizer says which token ends a document; give a data.tokenizer with "

@@ -7,8 +7,10 @@ in place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -49,6 +51,8 @@ class Streams:
     """What tokenized them, in words; empty where they came as tokens."""
     aside: str = ""
     """What the line about the data ends with, if there is more to tell."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the cache knows of text beside its tokens."""
     changed: bool = False
     """Whether an `EARLIER` version read them in another way."""
 
@@ -152,6 +156,7 @@ class Request:
             source=f"{sources.training.describe(store.facts)}, {sizes}",
             tokenized=self._describe_tokenizer(store.used),
             aside=f"; {note}" if note else "",
+            facts=store.facts,
             changed=note is not None,
         )
 

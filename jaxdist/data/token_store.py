@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from jaxdist.config import RequestError
 from jaxdist.data.pieces import ByteCount, Plan
 from jaxdist.data.progress import Pass, Progress
+from jaxdist.data.row_use import usual_uses
 from jaxdist.data.shards import TRAIN, VALIDATION, Shards, open_shards, take_up
 from jaxdist.data.sharing import claim_cores, claimed, forget_claims, run_that_shares, wait_for_others
 from jaxdist.data.sources import Source, Sources, TextFile
@@ -91,6 +92,7 @@ def open_store(
         plan.write(new)
         encoding = Pass(progress, "tokenizing", text.size)
         facts = _tokenize(new, plan, (given or kept_tokenizer(new)).load(), fraction, encoding)
+        facts |= usual_uses(open_shards(new, TRAIN, dtype), plan.special, progress)
         if text.stamp() != stamp:
             raise RequestError(f"'{text.name}' changed while it was read; start again when it is complete")
         return facts

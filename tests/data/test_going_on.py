@@ -195,6 +195,7 @@ def test_every_pass_over_the_text_is_told_to_its_end(write, kind):
         "reading the data": whole,
         "reading text for the tokenizer": whole,
         "tokenizing": whole,
+        "finding documents": told["finding documents"],
     }
     told.clear()
     open_(path=path, progress=progress)

@@ -7,11 +7,12 @@ import numpy as np
 from jaxdist.data import packed_rows
 from jaxdist.data.packed_rows import document_lengths, lengths_in_order
 from jaxdist.data.packing import cut_in_stream
+from jaxdist.data.row_use import RowUse
 from jaxdist.data.skipped import Skipped
 from jaxdist.data.sources import Source
 from jaxdist.data.survey import duplicates
 from jaxdist.data.survey.duplicates import Hashes
-from jaxdist.data.survey.lengths import Lengths, RowUse
+from jaxdist.data.survey.lengths import Lengths
 from jaxdist.data.tokens import Tokens
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from tests.data.files import ids, lines

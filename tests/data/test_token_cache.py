@@ -11,6 +11,7 @@ import pytest
 
 from jaxdist.config import RequestError
 from jaxdist.data import token_cache, token_store
+from jaxdist.data.row_use import KEPT
 from jaxdist.data.token_cache import ABOUT, PROGRESS, WRITER, Damaged, check, open_cache
 from tests.data.files import POEM, lines, open_
 
@@ -97,7 +98,9 @@ def test_every_flipped_byte_is_found(made):
     folder = made[1].train.tokens.path.parent
     facts = check(folder)
     entropy = made[1].validation.unigram_entropy()
+    use = facts.pop(KEPT)
     assert facts == {"documents": 20, "own": 0, "ended": 20, "entropy": entropy}
+    assert (use["documents"], use["128"]) == (15, [1, 0])
     assert entropy == replace(made[1].validation.tokens, entropy=None).unigram_entropy()
     for name in FILES:
         content = (folder / name).read_bytes()
@@ -107,7 +110,7 @@ def test_every_flipped_byte_is_found(made):
             with pytest.raises(Damaged, match=name):
                 check(folder)
         (folder / name).write_bytes(content)
-    assert check(folder) == facts
+    assert check(folder) == {**facts, KEPT: use}
 
 
 @pytest.mark.parametrize("planted", ["file", "empty folder", "link to a folder", "link to nothing", "pipe"])

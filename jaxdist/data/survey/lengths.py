@@ -1,4 +1,4 @@
-"""How long documents are: every length with its count, bins for a picture, and how many documents rows would cut."""
+"""How long documents are: every length with its count, and bins for a picture."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
-
-import numpy as np
-from jaxtyping import Int
-
-from jaxdist.data.packing import cut_in_stream
 
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 """What is told of the lengths, beside the shortest, the longest and the mean."""
@@ -80,23 +75,3 @@ class Lengths:
             found["mean"] = self.total / self.documents
         found["bins"] = [one._asdict() for one in self.bins()]
         return found
-
-
-class RowUse:
-    """How many documents of one stream are cut where it becomes rows of `sequence` tokens."""
-
-    def __init__(self, sequence: int):
-        self.sequence = sequence
-        self.documents = 0
-        self.cut = 0
-        """With data.pack cut."""
-        self.longer = 0
-        """With data.pack best-fit, which cuts only what is longer than a row."""
-        self._place = 0
-
-    def add(self, lengths: Int[np.ndarray, " documents"]) -> None:
-        """Add the next documents of the stream."""
-        self.documents += lengths.size
-        self.cut += cut_in_stream(lengths, self.sequence, self._place)
-        self.longer += int((lengths > self.sequence).sum())
-        self._place += int(lengths.sum())

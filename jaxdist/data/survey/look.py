@@ -12,11 +12,12 @@ from jaxdist.data.compressed import HEAD, compression_of
 from jaxdist.data.corpus import open_streams, row_problems
 from jaxdist.data.packed_rows import lengths_in_order
 from jaxdist.data.progress import Progress
+from jaxdist.data.row_use import RowUse
 from jaxdist.data.rows import CutRows
 from jaxdist.data.sources import Source, Sources
 from jaxdist.data.streams import Streams
 from jaxdist.data.survey.duplicates import Duplicates, Hashes
-from jaxdist.data.survey.lengths import Lengths, RowUse
+from jaxdist.data.survey.lengths import Lengths
 from jaxdist.data.survey.text_documents import SAMPLES, TextDocuments
 from jaxdist.data.survey.token_documents import hash_documents, samples
 from jaxdist.data.tokenizing import sample_bytes
