@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,6 +19,9 @@ Made = TypeVar("Made")
 
 LEADER_SPEAKS = 5.0
 """Seconds in which process 0 reports why it refuses and ends the others, which would otherwise end it first."""
+
+LONGEST_VALUE = 1 << 19
+"""Characters of a text that are stored under one name: a message holds a few million."""
 
 _questions = itertools.count()
 """Numbers the exchanges: every process makes the same ones, in the same order."""
@@ -87,6 +92,25 @@ def leader_first(
     if kv_store.process() == 0 and kv_store.processes() > 1:
         kv_store.post(name, "made")
     return made
+
+
+def told_by_leader(name: str, text: str) -> str:
+    """Return the leader's `text`, of any length, in every process, once the leader has come here; use each name once.
+
+    The leader does not wait for the others. Does not start JAX's devices.
+    """
+    if kv_store.processes() == 1:
+        return text
+    if kv_store.process() == 0:
+        packed = base64.b64encode(zlib.compress(text.encode())).decode()
+        pieces = [packed[start : start + LONGEST_VALUE] for start in range(0, len(packed), LONGEST_VALUE)]
+        for number, piece in enumerate(pieces):
+            kv_store.post(f"{name}/{number}", piece)
+        kv_store.post(f"{name}/pieces", str(len(pieces)))
+        return text
+    count = int(kv_store.read(f"{name}/pieces"))
+    packed = "".join(kv_store.read(f"{name}/{number}") for number in range(count))
+    return zlib.decompress(base64.b64decode(packed)).decode()
 
 
 def check_alike(what: str, text: str, remedy: str) -> None:

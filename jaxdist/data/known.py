@@ -5,6 +5,9 @@ start on a terabyte reads 3 MB. Where any of these differs, for instance in a co
 come to the same: what identifies data (`Source.digest`) is their whole content, as in every version. What changes with
 the same time and size, outside of the samples, is found by `data.verify` alone.
 
+The leader of a run tells the others what it knows (`told`, `hear`), which then read nothing of files that have the
+same paths, sizes and times for them.
+
 Nothing is kept of a file that was written less than `SETTLED` seconds before, which may have been written again within
 a tick of the clock.
 """
@@ -54,8 +57,8 @@ GROUP = 16
 MANY = 64
 """Files from which on a start does not read the beginning of each."""
 
-REMEMBERED = 16
-"""Groups of files whose samples are not read twice by a process."""
+REMEMBERED = 64
+"""Groups of files, and answers, that a process remembers: those that it needed last."""
 
 
 class _State(NamedTuple):
@@ -66,8 +69,11 @@ class _State(NamedTuple):
     """When it was modified, in nanoseconds."""
 
 
-_sampled: OrderedDict[tuple[Path, ...], tuple[list[_State], str]] = OrderedDict()
-"""What was sampled by this process, by the files, with their states then."""
+_identities: OrderedDict[str, str] = OrderedDict()
+"""The identities of files, by their paths and states."""
+
+_answers: OrderedDict[str, Any] = OrderedDict()
+"""Answers, by the names of the files in which they are kept."""
 
 
 def known(question: str, files: Iterable[Path], find: Callable[[], Found]) -> Found:
@@ -80,6 +86,7 @@ def known(question: str, files: Iterable[Path], find: Callable[[], Found]) -> Fo
     states, place = _place(question, files)
     answer = _read(place)
     if answer is not None:
+        _remember(_answers, place.name, answer["answer"])
         return answer["answer"]
     began = time.time()
     found = find()
@@ -89,7 +96,21 @@ def known(question: str, files: Iterable[Path], find: Callable[[], Found]) -> Fo
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             write_whole(place, json.dumps({"answer": found, "seal": _seal(found)}))
+        _remember(_answers, place.name, found)
     return found
+
+
+def told() -> str:
+    """Return what this process knows, for another one to `hear`."""
+    return json.dumps({"identities": _identities, "answers": _answers})
+
+
+def hear(text: str) -> None:
+    """Know what another process has `told`, of files that have the same paths, sizes and times here."""
+    heard = json.loads(text)
+    for known_here, name in ((_identities, "identities"), (_answers, "answers")):
+        for key, value in heard[name].items():
+            _remember(known_here, key, value)
 
 
 def known_before(question: str, files: Iterable[Path]) -> Any:
@@ -105,7 +126,16 @@ def _place(question: str, files: tuple[Path, ...]) -> tuple[list[_State], Path]:
     return states, cache_folder() / FOLDER / f"{digest(question, _identity(files, states))}.json"
 
 
+def _remember(what: OrderedDict[str, Any], key: str, value: Any) -> None:
+    what[key] = value
+    what.move_to_end(key)
+    while len(what) > REMEMBERED:
+        what.popitem(last=False)
+
+
 def _read(place: Path) -> dict[str, Any] | None:
+    if place.name in _answers:
+        return {"answer": _answers[place.name]}
     try:
         found = read_json(place, LARGEST_LISTING, links=False)
         return found if found["seal"] == _seal(found["answer"]) else None
@@ -119,18 +149,16 @@ def _seal(answer: object) -> str:
 
 def _identity(files: tuple[Path, ...], states: list[_State]) -> str:
     """Return a hash of the sizes and times of files, and of their samples."""
-    before = _sampled.get(files)
-    if before is None or before[0] != states:
+    seen = digest(*(str(path) for path in files), *(number for state in states for number in state))
+    if seen not in _identities:
         total = xxhash.xxh3_128()
         count = min(len(files), SAMPLED)
         chosen = [number * len(files) // count for number in range(count)]
         for sample in _in_parallel(_sample, [files[number] for number in chosen]):
             total.update(sample)
-        before = states, digest(total.hexdigest(), *(number for state in states for number in state))
-        _sampled[files] = before
-        while len(_sampled) > REMEMBERED:
-            _sampled.popitem(last=False)
-    return before[1]
+        identity = digest(total.hexdigest(), *(number for state in states for number in state))
+        _remember(_identities, seen, identity)
+    return _identities[seen]
 
 
 def _states(files: tuple[Path, ...]) -> list[_State]:

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import jax
 
 from jaxdist.cluster import kv_store, xla_options
-from jaxdist.cluster.consensus import agreed, check_alike, from_leader, leader, leader_first
+from jaxdist.cluster.consensus import agreed, check_alike, from_leader, leader, leader_first, told_by_leader
 from jaxdist.cluster.heartbeat import AWAITING, READING, STARTING
 from jaxdist.cluster.job import Job
 from jaxdist.cluster.preflight import check_folder
 from jaxdist.config import RequestError
+from jaxdist.data import known
 from jaxdist.data.sharing import help_to_tokenize, shared_by
 from jaxdist.mesh import REPLICA
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
@@ -182,15 +183,24 @@ SHARED = "run that tokenizes"
 """The name under which the leader tells the others which texts are theirs to help with."""
 
 
+KNOWN = "what is known of the data"
+"""The name under which the leader tells the others what it has found out about files."""
+
+
 def _shared(read: Callable[[], None]) -> None:
-    """Read the data, with the help of the other processes if there are any and this is the leader."""
-    if kv_store.processes() == 1 or kv_store.process() != 0:
+    """Read the data: the leader with the help of the other processes, which then know what it knows."""
+    if kv_store.process() != 0:
+        known.hear(told_by_leader(KNOWN, ""))
+        read()
+        return
+    if kv_store.processes() == 1:
         read()
         return
     run = secrets.token_hex(8)
     kv_store.post(SHARED, run)
     with shared_by(run):
         read()
+    told_by_leader(KNOWN, known.told())
 
 
 def _help(run: Run, ended: Callable[[], bool]) -> None:

@@ -21,7 +21,13 @@ from tests.data.files import POEM, ids, lines, open_
 @pytest.fixture(autouse=True)
 def settled(monkeypatch):
     monkeypatch.setattr(known_module, "SETTLED", 0.0)
-    monkeypatch.setattr(known_module, "_sampled", type(known_module._sampled)())
+    forget()
+
+
+def forget():
+    """As a process does that ends."""
+    known_module._identities.clear()
+    known_module._answers.clear()
 
 
 def old(path: Path, seconds=100):
@@ -30,7 +36,7 @@ def old(path: Path, seconds=100):
     return path
 
 
-def never():
+def never(*arguments):
     raise AssertionError("it was read again")
 
 
@@ -42,6 +48,8 @@ def test_an_answer_is_kept_by_question_and_files(write, cache):
     assert known("other", [a, b], lambda: "other") == "other"
     assert known("size", [b, a], lambda: [8, 9]) == [8, 9]
     assert known("size", [a], lambda: 9) == 9
+    forget()
+    assert known("size", [a, b], never) == [9, 8]
     moved = b.rename(b.with_name("moved"))
     assert known("size", [a, moved], never) == [9, 8]
     assert len(list((cache / FOLDER).iterdir())) == 4
@@ -69,7 +77,7 @@ def test_a_change_is_seen_at_once_in_a_sample_and_by_its_time_anywhere(write, mo
     path = old(write("a", bytes(SIZE)))
     assert known("content", [path], lambda: "before") == "before"
     flip(path, place)
-    known_module._sampled.clear()
+    forget()
     assert known("content", [path], lambda: "after") == ("after" if seen else "before")
     os.utime(path, (1, 1))
     assert known("content", [path], lambda: "later") == "later"
@@ -90,6 +98,7 @@ def test_a_damaged_answer_is_found_again(write, cache, damage):
     known("content", [path], lambda: 1)
     (kept,) = (cache / FOLDER).iterdir()
     kept.write_text(damage)
+    forget()
     assert known("content", [path], lambda: 2) == known("content", [path], never) == 2
     assert json.loads(kept.read_text())["answer"] == 2
 
@@ -138,6 +147,23 @@ def test_the_entropy_is_counted_once(write, monkeypatch):
     monkeypatch.setenv("JAXDIST_CACHE", str(text.train.tokens.path.parents[1]))
     monkeypatch.setattr(tokens.Tokens, "_count_entropy", never)
     assert open_(path=text.train.tokens.path.parents[2] / "a.txt").validation.unigram_entropy() == expected
+
+
+def test_who_was_told_reads_nothing_of_the_same_files(write, tmp_path, monkeypatch):
+    """Also with a cache of its own. Files that look otherwise here are looked at."""
+    a, b = old(write("a.jsonl", lines(*(f"text {i}" for i in range(200))))), old(write("b.jsonl", lines("other " * 99)))
+    content = sources.Source.of(a).digest()
+    heard = known_module.told()
+    forget()
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "own"))
+    known_module.hear(heard)
+    monkeypatch.setattr(known_module, "_sample", never)
+    monkeypatch.setattr(sources, "_sha256", never)
+    assert sources.Source.of(a).digest() == content
+    for otherwise in (lambda: old(a), lambda: a.write_text("x"), lambda: b.replace(a)):
+        otherwise()
+        with pytest.raises(AssertionError, match="read again"):
+            sources.Source.of(a).digest()
 
 
 # ---- many files
