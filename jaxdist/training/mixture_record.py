@@ -93,9 +93,14 @@ def check_mixture(there: MixtureRecord, asked: Sequence[Phase], changed: bool, b
     """Raise `RequestError` where a run is to go on with another mixture, and nothing allows it."""
     if changed or same_phases(there.asked, asked):
         return
+    same = "ask for the same"
+    later = there.asked[1:]
+    if later and [phase.weights for phase in there.asked] == [phase.weights for phase in asked]:
+        steps = " and ".join(f"from = {phase.start // batch}" for phase in later)
+        same = f"only its phases begin elsewhere, as those do that begin from a part of train.steps; write {steps}"
     raise RequestError(
         f"run folder {folder} holds a run with another mixture ({described(there.asked, batch)} there, "
-        f"{described(asked, batch)} here); ask for the same, or change it from here on with --data.changed true"
+        f"{described(asked, batch)} here); {same}, or change it from here on with --data.changed true"
     )
 
 

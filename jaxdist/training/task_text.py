@@ -156,13 +156,18 @@ class TextTask(Task[Model]):
         # Not one that was left out when the run went on.
         usages = [usage for usage in usages if usage.name in self.data.sources]
         named = largest(usages)
-        lines += [("", f"{self.data.sources[usage.name].source}: {usage}") for usage in named]
+        lines += [("", f"{self._about_source(usage.name)}: {usage}") for usage in named]
         if len(usages) > len(named):
             share = 1 - sum(usage.share for usage in named)
             lines.append(("", f"{len(usages) - len(named):,} more sources: {100 * share:.4g} % of the rows"))
         if len(self.record.phases) > 1:
             lines.append(("", described(self.record.phases, train.global_batch_size)))
         return [*lines, *(("warning", warning) for warning in warnings_of(usages))]
+
+    def _about_source(self, name: str) -> str:
+        """Return what a source of the mixture is, with the name that metrics give it where that is not its path."""
+        about = self.data.sources[name].source
+        return about if about.startswith(name) else f"{name} is {about}"
 
     def held_out_sources(self) -> dict[str, int]:
         """Return the number of held-out rows of each source of a mixture, or of the one without a name."""

@@ -90,6 +90,7 @@ def test_the_summary_has_a_line_for_each_source(sources):
     assert (name, first) == ("data", "3 sources")
     lines = [text for name, text in rest if name == ""]
     assert lines[0].endswith("a.bin, 2.9 k tokens and 150 held out: 35 % of the rows, 1.97 epochs")
+    assert lines[2].startswith("c is ")
     assert lines[2].endswith("c.bin, 475 tokens and 25 held out: 50 % of the rows, 16.95 epochs")
     assert lines[3] == "a 70 %, b 30 %; after 125 steps c 100 %"
     assert [text for name, text in rest if name == "warning"] == [
@@ -284,8 +285,11 @@ def test_other_data_under_the_same_name_are_refused(sources, tmp_path):
 def test_a_longer_run_moves_phases_that_begin_at_a_part_of_it(sources):
     mixture = table(sources, OLD, {"from": 0.5, "c": 1})
     first = run_on(mixture=mixture)
-    with pytest.raises(RequestError, match=r"after 50 steps c 100 % there, .*after 100 steps c 100 % here"):
+    told = r"after 50 steps c 100 % there, .*after 100 steps c 100 % here.* from = 50, or"
+    with pytest.raises(RequestError, match=told):
         gone_on(saved(first, 30), 200, mixture=mixture)
+    as_before = gone_on(saved(first, 30), 200, mixture=table(sources, OLD, {"from": 50, "c": 1}))
+    assert order(as_before, range(100)) == order(first, range(100))
     longer = gone_on(saved(first, 30), 200, mixture=mixture, changed=True)
     assert order(longer, range(50)) == order(first, range(50))
     assert [phase.start for phase in longer.task.record.phases] == [0, 100 * BATCH]
