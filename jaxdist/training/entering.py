@@ -11,7 +11,7 @@ from jaxdist.huggingface.folder import KEPT
 from jaxdist.request.pretrained import as_asked
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.mixture_record import MixtureRecord, asked_by, check_mixture
-from jaxdist.training.resume_check import lengthened, refusal
+from jaxdist.training.resume_check import lengthened, other_data, refusal
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import SAVED, run_facts
 from jaxdist.training.saved_before import what_shows_a_save
@@ -129,7 +129,18 @@ def _continuing(folder: RunFolder, config: Config, steps: list[int]) -> Config:
     if refused:
         raise RequestError(f"run folder {folder.path} holds a run with another config: {refused}")
     _check_mixture(folder, config, from_step)
+    _check_finished(folder, config, old)
     return config
+
+
+def _check_finished(folder: RunFolder, config: Config, old: Config) -> None:
+    """Raise `RequestError` where a run has ended, and data are asked for that nobody will compare with its own."""
+    other = other_data(old, config)
+    requested = 0 if config.train.epochs else config.train.steps
+    if other and config.resume == "auto" and StepDir(folder.checkpoints).last_step(requested, thorough=False):
+        raise RequestError(
+            f"run folder {folder.path} holds a run that is finished with other data: {other}; name another --run-dir"
+        )
 
 
 def _has_own_tokenizer(folder: RunFolder, config: Config, old: Config) -> bool:

@@ -10,6 +10,8 @@ FREE_ON_RESUME = (
     "mesh",
     "run_dir",
     "resume",
+    "data.path",
+    "data.validation_path",
     "data.changed",
     "data.on_error",
     "data.dtype",
@@ -27,7 +29,7 @@ FREE_ON_RESUME = (
     "fault",
 )
 """Keys (or whole sections) that may differ when a run is resumed: they do not change what is learned, or what they
-change is compared elsewhere (`data.on_error` and `data.dtype`, by the fingerprint of the data).
+change is compared elsewhere (where the data are and how they are read, by the fingerprint of what was read).
 
 PipeDream's updates depend on stages and on when the pipeline is drained. There, `pipeline`, and how often a run
 validates or saves, change what is learned; with `parallel.delayed_gradients`, that and whether there are replicas."""
@@ -85,6 +87,13 @@ def lengthened(old: Config, new: Config, step: int) -> str | None:
     if step > decay_start:
         sentence += f"; the learning rate, which has decayed since step {decay_start}, goes back to its peak"
     return sentence
+
+
+def other_data(old: Config, new: Config) -> str:
+    """Return which data a run is to read that are called otherwise than so far, as a phrase; empty where none are."""
+    names = ("data.path", "data.validation_path")
+    there, here = leaves(old), leaves(new)
+    return ", ".join(f"{name} ({there[name]} there, {here[name]} here)" for name in names if there[name] != here[name])
 
 
 def refusal(old: Config, new: Config) -> str:

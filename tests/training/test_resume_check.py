@@ -66,6 +66,22 @@ def test_steps_bind_a_run_to_its_config_wherever_they_lie(tmp_path, name):
         enter(folder, own)
 
 
+@pytest.mark.parametrize("knob", ["path", "validation_path"])
+def test_data_may_move_until_the_run_is_finished(tmp_path, monkeypatch, knob):
+    """They are known again by their content, which nobody reads after the last step."""
+    for name in "ab":
+        (tmp_path / name).write_text("A text.")
+    own = asked(data__path=tmp_path / "a")
+    folder, moved = RunFolder(tmp_path / "run"), own.with_knobs({f"data.{knob}": str(tmp_path / "b")})
+    folder.write(own, tokenizer=None, special=None, devices=[], more={})
+    put(StepDir(folder.checkpoints), 5)
+    assert enter(folder, moved) == moved
+    monkeypatch.setattr(StepDir, "last_step", lambda steps, asked, thorough: 5)
+    assert enter(folder, own) == own
+    with pytest.raises(RequestError, match=rf"finished with other data: data\.{knob} \(.* there, .*b here\); name"):
+        enter(folder, moved)
+
+
 CONSTANT = dict(optimizer__schedule="constant")
 
 
