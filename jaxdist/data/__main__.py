@@ -16,7 +16,7 @@ from jaxdist.data.paths import open_each
 from jaxdist.data.sources import Sources
 from jaxdist.files import replacing
 from jaxdist.files.reasons import reason
-from jaxdist.process.exit_codes import DONE
+from jaxdist.process.exit_codes import DONE, FAILED
 from jaxdist.request import JSON, Extra, Request, arguments, check_output, check_output_folder, run
 from jaxdist.request.commandline import CONFIG_ENDING
 from jaxdist.request.knobs import KNOBS, within
@@ -25,6 +25,7 @@ from jaxdist.training.export_target import exporting
 if TYPE_CHECKING:
     from jaxdist.data.streams import Streams
     from jaxdist.data.survey.look import Look
+    from jaxdist.training.data_progress import DataProgress
 
 DESCRIPTION = (
     "Look at data before a training: what the files are, documents, their lengths as a picture, duplicates, tokens, "
@@ -32,6 +33,12 @@ DESCRIPTION = (
     "everything. The exit code is 2 if something is refused."
 )
 EXTRAS = [
+    Extra(
+        "verify",
+        False,
+        "Read all bytes again instead, of the data and of the cache of tokens, and compare their checksums with those "
+        "of the first start; a training compares samples. The exit code is 1 if any differs, or is not known.",
+    ),
     Extra(
         "export",
         "",
@@ -58,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
             f"{request.positional} has model.family {request.config.model.family}, which trains on images, and only "
             "text and tokens are looked at"
         )
+    if request.extras["verify"]:
+        return _verify(request)
     found = open_each(request.config.data)
     _check_export(request, found)
     if not request.extras["export"]:
@@ -71,18 +80,31 @@ def main(argv: list[str] | None = None) -> int:
     return DONE
 
 
+def _verify(request: Request) -> int:
+    """Print what differs from what was read at the first start. Return the exit code."""
+    if request.extras["export"]:
+        raise RequestError("--verify and --export are two things to do; leave one of them out")
+
+    from jaxdist.data.verifying import verify, verify_cache
+
+    with _showing() as progress:
+        problems = [*verify(request.config.data, progress), *verify_cache(progress)]
+    if request.extras["json"]:
+        print(json.dumps({"verified": not problems, "problems": problems}))
+    else:
+        print("\n".join(problems) or "all bytes of the data, and of the cache, are as they were at the first start")
+    return FAILED if problems else DONE
+
+
 def _look(request: Request, found: Mapping[str, Sources]) -> Look:
     """Return what is found in the data. Where they are refused, prints it and raises `RequestError`."""
     # Imported only now, because they import numpy, which --help does not need.
     from jaxdist.data.survey.look import Asked, look
-    from jaxdist.training.console import Screen
-    from jaxdist.training.data_progress import DataProgress
 
     model = request.config.model
     asked = Asked(request.config.data, model.vocab, _own_vocab(request), model.sequence)
-    screen = Screen()
-    seen = look(asked, found, DataProgress(_nobody_waits, screen))
-    screen.pause()
+    with _showing() as progress:
+        seen = look(asked, found, progress)
     if seen.problems:
         _print(request, seen)
         raise RequestError(*seen.problems)
@@ -162,6 +184,19 @@ def _files(found: Mapping[str, Sources]) -> Iterator[Path]:
 def _is_folder(target: str) -> bool:
     """Return whether the text of --export means a folder."""
     return target.endswith("/") or os.path.isdir(target)
+
+
+@contextmanager
+def _showing() -> Iterator[DataProgress]:
+    """Yield what shows the progress on standard error while data are read."""
+    from jaxdist.training.console import Screen
+    from jaxdist.training.data_progress import DataProgress
+
+    screen = Screen()
+    try:
+        yield DataProgress(_nobody_waits, screen)
+    finally:
+        screen.pause()
 
 
 def _nobody_waits() -> None:

@@ -101,8 +101,8 @@ def _open_mixture(config: DataConfig, vocab: int, sequence: int, apart: bool, pr
         _check_several_documents(streams)
     sources = {}
     for name, one in zip(names, streams, strict=True):
-        # The tokenizer is told once for all.
-        sources[name] = _in_rows(replace(one, tokenized=""), config, sequence, progress)
+        # The tokenizer is told once for all, and the lines of several sources have no room for what their rows cut.
+        sources[name] = _in_rows(replace(one, tokenized="", facts={}), config, sequence, progress)
     problems = [
         problem
         for name, corpus in sources.items()
