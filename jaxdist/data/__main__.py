@@ -47,8 +47,16 @@ EXTRAS = [
         FileName,
     ),
     Extra("force", False, "Let --export replace a .bin, or a folder of an earlier export that has not been changed."),
+    Extra(
+        "verify",
+        False,
+        "Instead, compare every byte of the data, and of all tokens in the cache, with what they were when they were "
+        "first read: a start looks at samples. The exit code is 1 if any differ.",
+    ),
     JSON,
 ]
+
+ALL_AS_BEFORE = "every byte of the data, and of the tokens in the cache, is what it was when it was first read"
 
 OF_ROWS = ("data.changed", "data.pack", "data.augment", "data.prefetch")
 """Knobs of data that say nothing of what is read."""
@@ -69,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         return _verify(request)
     found = open_each(request.config.data)
     _check_export(request, found)
+    if request.extras["verify"]:
+        return _verify(request)
     if not request.extras["export"]:
         seen = _look(request, found)
     else:
@@ -111,6 +121,23 @@ def _look(request: Request, found: Mapping[str, Sources]) -> Look:
     return seen
 
 
+def _verify(request: Request) -> int:
+    """Print what is not as it was when it was first read. Return the exit code."""
+    from jaxdist.data.verifying import verify, verify_cache
+    from jaxdist.training.console import Screen
+    from jaxdist.training.data_progress import DataProgress
+
+    screen = Screen()
+    progress = DataProgress(_nobody_waits, screen)
+    problems = [*verify(request.config.data, progress), *verify_cache(progress)]
+    screen.pause()
+    if request.extras["json"]:
+        print(json.dumps({"problems": problems}), flush=True)
+    else:
+        print("\n".join(problems or [ALL_AS_BEFORE]), flush=True)
+    return FAILED if problems else DONE
+
+
 def _print(request: Request, seen: Look) -> None:
     from jaxdist.data.survey import report
 
@@ -125,6 +152,8 @@ def _own_vocab(request: Request) -> bool:
 def _check_export(request: Request, found: Mapping[str, Sources]) -> None:
     """Raise `RequestError` for an export that cannot be made, before anything is read."""
     target = request.extras["export"]
+    if target and request.extras["verify"]:
+        raise RequestError("--verify writes nothing, and --export writes tokens; leave one of them out")
     if not target:
         if request.extras["force"]:
             raise RequestError("--force has no effect without --export; add that, or leave it out")

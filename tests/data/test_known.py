@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdist.config import DataConfig, DataLost
+from jaxdist.config import DataConfig, DataLost, RequestError
 from jaxdist.data import known as known_module
 from jaxdist.data import number_file, sources, tokens
+from jaxdist.data.__main__ import ALL_AS_BEFORE, main
 from jaxdist.data.known import BLOCK, FOLDER, known, known_before
 from jaxdist.data.number_file import JoinedNumbers, NumberFile
 from jaxdist.data.verifying import verify, verify_cache
@@ -247,3 +248,18 @@ def test_verifying_names_the_file_that_changed_where_no_start_looks(write, tmp_p
     flip(tokens_file, tokens_file.stat().st_size // 3)
     (problem,) = verify_cache()
     assert problem.startswith(f"the cache is damaged: '{tokens_file}' differs from its checksum; remove ")
+
+
+def test_a_command_verifies(write, capsys):
+    text = old(write("a.txt", POEM * 3))
+    assert main([str(text), "--verify"]) == 1
+    assert "nothing is known to compare it with" in capsys.readouterr().out
+    open_(path=text)
+    assert main([str(text), "--verify"]) == 0
+    assert capsys.readouterr().out == f"{ALL_AS_BEFORE}\n"
+    flip(text, 20_000)
+    assert main([str(text), "--verify", "--json"]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem.startswith(f"'{text}' is not what it was")
+    with pytest.raises(RequestError, match="--verify writes nothing, and --export writes tokens"):
+        main([str(text), "--verify", "--export", "out.bin"])
