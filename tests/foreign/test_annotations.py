@@ -36,6 +36,7 @@ def test_an_annotated_model_has_the_numbers_of_one_device(name, mesh, zero):
     cases.assert_equal(by_jaxdist(make, next_word, BATCHES, optax.sgd(0.5), mesh, zero=zero, rules=rules), wanted(name))
 
 
+@pytest.mark.smoke
 def made(make, mesh="2x2x1", **options) -> jaxdist.Parallel:
     return jaxdist.parallelize(make, next_word, optax.sgd(0.1), mesh=mesh, **options)
 

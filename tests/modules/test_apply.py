@@ -25,6 +25,7 @@ def logits_and_mean(module, x, scale):
 ROWS = images(np.random.default_rng(0))["x"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("mesh", "options"),
     thinned([("4x1x1", dict(zero=3)), ("2x1x1", dict(scope="rows", zero=1)), ("2x2x1", dict(zero=0))], 3),

@@ -66,6 +66,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("mesh", "options"), thinned(STRATEGIES, 3))
 def test_arrays_without_rows_are_whole_in_each_part_and_rows_are_where_they_were(mesh, options):
     trainer = made(mesh, **options)

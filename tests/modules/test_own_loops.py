@@ -32,6 +32,7 @@ HALVES = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("model", "make", "mesh", "options"), thinned(HALVES, 3))
 def test_a_step_is_its_two_halves_to_the_bit(model, make, mesh, options):
     trainer = made(model, mesh=mesh, **options)

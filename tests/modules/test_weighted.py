@@ -134,6 +134,7 @@ SQUARES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", SQUARES)
 def test_divisors_that_are_in_the_data_are_found(name):
     loss, wanted = SQUARES[name]
