@@ -52,7 +52,7 @@ class MeanCheck:
         )
 
     def _found(self, batch: Arranged) -> Divisors | None:
-        """Return the divisors of the loss function; None for a loss that says its weight itself."""
+        """Return the divisors of the loss function; None where it says its weight itself, or none can be seen."""
 
         def loss(module: Any, part: Arranged) -> jax.Array:
             params, variables = module
@@ -70,4 +70,8 @@ class MeanCheck:
 
         model = self.forward.model
         part = batch._replace(rows=jax.tree.map(part_of, batch.rows))
-        return divisors.of_loss(loss, (model.abstract, model.variables), part)
+        try:
+            return divisors.of_loss(loss, (model.abstract, model.variables), part)
+        except NameError:
+            # A mesh axis has no name here: the loss looks across the devices itself.
+            return None

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxdist
 from jaxdist.parallel import divisors
@@ -119,6 +120,18 @@ def test_a_mean_of_unequal_weights_is_warned_about_at_the_first_step_that_shows_
 def test_where_no_mean_of_means_is_made_nothing_is_said(loss, options, recwarn):
     trainer = made(loss, **options)
     trainer.step(trainer.init(0), BATCHES[0])
+    assert not recwarn.list
+
+
+def test_a_loss_that_looks_across_devices_by_itself_is_let_be(recwarn):
+    def over_devices(module, batch):
+        total, weight = pair(module, batch)
+        return total / jax.lax.pmean(weight.astype("float32"), "data")
+
+    trainer = made(over_devices, scope="rows")
+    _, metrics = trainer.step(trainer.init(0), BATCHES[0])
+    wanted = mean(MLP(nnx.Rngs(jax.random.key(0))), jax.tree.map(jnp.asarray, BATCHES[0]))
+    assert float(metrics.loss) == pytest.approx(float(wanted), rel=1e-5)
     assert not recwarn.list
 
 
