@@ -8,14 +8,14 @@ from jaxdist.config import RequestError
 from jaxdist.data import known
 from jaxdist.data.__main__ import main
 from tests.data.files import lines, open_
-from tests.data.test_known import flip, old
+from tests.data.test_known import flip, forget, old
 
 
 @pytest.fixture
 def read(tmp_path, monkeypatch):
     """Data that a training has read, a while after they were written."""
     monkeypatch.setattr(known, "SETTLED", 0.0)
-    monkeypatch.setattr(known, "_sampled", type(known._sampled)())
+    forget()
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "web.jsonl"
     path.write_text(lines(*[f"text {i} of many" for i in range(300)]))
