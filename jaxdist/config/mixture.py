@@ -30,8 +30,16 @@ FROM = "from"
 SMALLEST_SHARE = Fraction(1, 10**6)
 """Shares are rounded to millionths."""
 
-WEIGHTED = re.compile(r"(?P<path>.+)\*(?P<weight>[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", re.IGNORECASE)
+NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
+
+WEIGHTED = re.compile(rf"(?P<path>.*\S)\s*\*\s*(?P<weight>{NUMBER})", re.IGNORECASE)
 """A path with a weight, in the short form."""
+
+WEIGHTED_OTHERWISE = re.compile(
+    rf"(?P<path>.*[^\s:=*])\s*[:=*]\s*(?P<weight>{NUMBER})\s*%?|(?P<before>{NUMBER})\s*\*\s*(?P<behind>\S.*)",
+    re.IGNORECASE,
+)
+"""A path with a weight as other programs write it, or with a sign of per cent."""
 
 NAMED = '{path = "a.jsonl", weight = 0.5}'
 """A source with a name."""
@@ -143,6 +151,12 @@ def of_parts(parts: Sequence[str]) -> MixtureConfig:
         sources.append(MixtureSource(path, path))
         weights.append(_weight(path, float(said["weight"])))
     return _checked(MixtureConfig(tuple(sources), (MixturePhase(0, tuple(weights)),)))
+
+
+def otherwise(part: str) -> str:
+    """Return the form that data.path has for a path with a weight that is written otherwise; empty for other texts."""
+    said = WEIGHTED_OTHERWISE.fullmatch(part.strip())
+    return f"{said['path'] or said['behind']}*{said['weight'] or said['before']}" if said else ""
 
 
 def describe_shares(weights: Mapping[str, float]) -> str:

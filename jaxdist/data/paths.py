@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jaxdist.config import DataConfig, RequestError, listed
+from jaxdist.config.mixture import otherwise
 from jaxdist.config.text_template import TEXT
 from jaxdist.data import magics
 from jaxdist.data.addresses import elsewhere
@@ -179,6 +180,9 @@ def _problems(knob: str, text: str | None, named: NamedFiles) -> list[str]:
     """Return a sentence for each reason why the files of a knob cannot be read."""
     if text is None:
         return []
+    weighted = [otherwise(part) for part in parts(text)]
+    if weighted and all(weighted) and not any(path.exists() for path in named.files):
+        return [f"{knob} '{text}' does not exist; to mix sources by weight, write '{','.join(weighted)}'"]
     if not named.files:
         return [f"{knob} '{text}' {_without_files(text, named)}"]
     none_foreign = _none_foreign(named.files)

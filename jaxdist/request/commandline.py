@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -17,6 +17,7 @@ from jaxdist.config.values import path_error
 from jaxdist.huggingface.folder import other_form
 from jaxdist.mesh import AUTO
 from jaxdist.output.streams import protect
+from jaxdist.output.units import counted
 from jaxdist.process import stop_signals
 from jaxdist.process.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.request.checks.files import path_problem
@@ -153,8 +154,7 @@ def arguments(
     elif positional:
         config = word
     surplus = scan.positionals[1:] if positional else scan.positionals
-    unexpected = (f"unexpected argument '{argument}'; options are written --name value" for argument in surplus)
-    problems += listed(unexpected, len(surplus), "such arguments")
+    problems += _unexpected(surplus)
 
     chosen = {extra.name: extra.default for extra in extras}
     for extra in extras:
@@ -175,6 +175,20 @@ def arguments(
         result = result.model_copy(update={"run_dir": Path(word)})
     note = "" if positional == "RUN" else batch_note(config, result, scan.options)
     return Request(result, word, scan.options, chosen, (note,) if note else ())
+
+
+def _unexpected(surplus: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each argument too many; one for all where the shell has made files of a pattern."""
+    if surplus and all(map(os.path.isfile, surplus)):
+        first = Path(surplus[0])
+        more = f" and {counted(len(surplus) - 1, 'more file')}" if len(surplus) > 1 else ""
+        yield (
+            f"unexpected argument '{first}'{more}; if the shell has expanded a pattern, put it in quotes, such as "
+            f"'{first.with_name(f'*{first.suffix}')}'; other options are written --name value"
+        )
+        return
+    unexpected = (f"unexpected argument '{argument}'; options are written --name value" for argument in surplus)
+    yield from listed(unexpected, len(surplus), "such arguments")
 
 
 def _config_of_run(command: str, folder: str | None) -> tuple[str | None, str]:

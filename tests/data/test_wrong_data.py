@@ -19,6 +19,16 @@ BAD = [
     ({"a.txt": POEM}, {"path": "a.txt,no.txt"}, ["data.path 'no.txt' does not exist"]),
     ({"a.txt": POEM}, {"path": "['a.txt', 'b.txt']"}, ["is a list in brackets; write a.txt,b.txt"]),
     (
+        {"a.txt": POEM},
+        {"path": "a.txt:0.7, b=.3"},
+        ["does not exist; to mix sources by weight, write 'a.txt*0.7,b*.3'"],
+    ),
+    (
+        {"a.txt": POEM},
+        {"path": "0.7*a.txt,b*30%"},
+        ["does not exist; to mix sources by weight, write 'a.txt*0.7,b*30'"],
+    ),
+    (
         {f"{name}.txt": "FEA1\0\0\0\0 and so on" for name in "abcdefghijklmnopqrstuvwxyz"},
         {"path": "."},
         ["data.path 'a.txt' is a Feather file", "more such files of data.path; correct these first"],

@@ -104,6 +104,11 @@ NAMES = {
         "--train.global-batch-size 4 --train.global_batch_size 8", [("--train.global-batch-size is given twice",)]
     ),
     "stray word": Wrong("gpt_tiny train.steps=5", [("unexpected argument 'train.steps=5'", "--name value")]),
+    "files that the shell found": Wrong(
+        "FILE FILE FILE",
+        [("my.toml' and 1 more file; if the shell has expanded a pattern", "*.toml'")],
+        "train.steps = 5",
+    ),
     "one hyphen": Wrong("gpt_tiny -x", [("unexpected argument '-x'",)]),
     "unknown flag": Wrong("--json", [("unknown option --json",)]),
     "misspelt extra": Wrong("--jsn", [("--jsn; did you mean '--json'?",)], extras=[Extra("json", False, "")]),

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.config.mixture import parse
+from jaxdist.config.mixture import of_parts, parse
 from jaxdist.request import load
 from jaxdist.request.reading import to_toml
 
@@ -132,6 +132,12 @@ def test_a_wrong_mixture_is_refused_in_one_sentence(case):
     text, sentence = WRONG[case]
     (problem,) = problems(f"[data.mixture]\n{text}")
     assert sentence in problem
+
+
+def test_spaces_around_a_weight_do_not_matter():
+    mixture = of_parts(["web 1.txt * 0.7", " src/* *.3"])
+    assert mixture == of_parts(["web 1.txt*0.7", "src/**.3"])
+    assert [source.path for source in mixture.sources] == ["web 1.txt", "src/*"]
 
 
 def test_a_part_without_a_weight_is_refused():
