@@ -34,12 +34,6 @@ DESCRIPTION = (
 )
 EXTRAS = [
     Extra(
-        "verify",
-        False,
-        "Read all bytes again instead, of the data and of the cache of tokens, and compare their checksums with those "
-        "of the first start; a training compares samples. The exit code is 1 if any differs, or is not known.",
-    ),
-    Extra(
         "export",
         "",
         "Write the tokens, headerless uint16 or uint32: to this folder (a name that ends in /, or a folder that "
@@ -73,8 +67,6 @@ def main(argv: list[str] | None = None) -> int:
             f"{request.positional} has model.family {request.config.model.family}, which trains on images, and only "
             "text and tokens are looked at"
         )
-    if request.extras["verify"]:
-        return _verify(request)
     found = open_each(request.config.data)
     _check_export(request, found)
     if request.extras["verify"]:
@@ -88,22 +80,6 @@ def main(argv: list[str] | None = None) -> int:
             seen.figures["export"] = {"path": request.extras["export"], **write(streams)}
     _print(request, seen)
     return DONE
-
-
-def _verify(request: Request) -> int:
-    """Print what differs from what was read at the first start. Return the exit code."""
-    if request.extras["export"]:
-        raise RequestError("--verify and --export are two things to do; leave one of them out")
-
-    from jaxdist.data.verifying import verify, verify_cache
-
-    with _showing() as progress:
-        problems = [*verify(request.config.data, progress), *verify_cache(progress)]
-    if request.extras["json"]:
-        print(json.dumps({"verified": not problems, "problems": problems}))
-    else:
-        print("\n".join(problems) or "all bytes of the data, and of the cache, are as they were at the first start")
-    return FAILED if problems else DONE
 
 
 def _look(request: Request, found: Mapping[str, Sources]) -> Look:
@@ -124,13 +100,9 @@ def _look(request: Request, found: Mapping[str, Sources]) -> Look:
 def _verify(request: Request) -> int:
     """Print what is not as it was when it was first read. Return the exit code."""
     from jaxdist.data.verifying import verify, verify_cache
-    from jaxdist.training.console import Screen
-    from jaxdist.training.data_progress import DataProgress
 
-    screen = Screen()
-    progress = DataProgress(_nobody_waits, screen)
-    problems = [*verify(request.config.data, progress), *verify_cache(progress)]
-    screen.pause()
+    with _showing() as progress:
+        problems = [*verify(request.config.data, progress), *verify_cache(progress)]
     if request.extras["json"]:
         print(json.dumps({"problems": problems}), flush=True)
     else:
