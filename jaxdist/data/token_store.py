@@ -87,9 +87,9 @@ def open_store(
             write_whole(new / TOKENIZER, made, lasting=True)
             special = (given or kept_tokenizer(new)).special
             plan = Plan.of(files, dtype, special, doubled, counted, checksum(new / TOKENIZER))
-            (new / PIECES).mkdir()
         plan = replace(plan, run=run_that_shares())
         plan.write(new)
+        (new / PIECES).mkdir(exist_ok=True)
         encoding = Pass(progress, "tokenizing", text.size)
         facts = _tokenize(new, plan, (given or kept_tokenizer(new)).load(), fraction, encoding)
         facts |= usual_uses(open_shards(new, TRAIN, dtype), plan.special, progress)

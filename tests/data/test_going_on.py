@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +129,7 @@ DAMAGES = {
     "tokens missing": (without_its_shard, [3]),
     "a part torn": (lambda left: (left / PIECES / f"{part_name(3, 0)}.json").write_text('{"documents": '), [3]),
     "a part of odd types": (lambda left: (left / PIECES / f"{part_name(3, 0)}.json").write_text('{"files": []}'), [3]),
+    "all parts missing": (lambda left: shutil.rmtree(left / PIECES), None),
     "another tokenizer": (lambda left: flip(left / TOKENIZER), None),
     "plan torn": (lambda left: (left / PLAN).write_text('{"files": '), None),
     "plan deep": (lambda left: (left / PLAN).write_text("[" * 100_000), None),
