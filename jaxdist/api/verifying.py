@@ -83,9 +83,13 @@ class Verification:
             if self.hint:
                 lines.append(f"  {self.hint}")
         else:
-            every = {name: error for errors in self.errors.values() for name, error in errors.items()}
-            worst = max(every, key=every.__getitem__)
-            lines = [f"{of} agree to {self.tolerance:g}: loss {self.loss[0]:.7g}, worst {worst} ({every[worst]:.1g})"]
+            worst, what, name = max(
+                (e, what, name) for what, errors in self.errors.items() for name, e in errors.items()
+            )
+            lines = [
+                f"{of} agree to {self.tolerance:g}: loss {self.loss[0]:.7g}; most apart are the {what} of {name}, by "
+                f"{worst:.1g} of its norm"
+            ]
         ran: Counter[str] = Counter()
         for one in self.collectives:
             ran[f"{one.kind} over {' x '.join(one.axes)}"] += one.count
