@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from jaxdist.data import skipped
 from jaxdist.data.compressed import decompressed, is_compressed, text_size
 from jaxdist.data.known import known, known_before
 from jaxdist.data.readers import reader_before, reader_of
+from jaxdist.data.readers.json_lines import holds_objects
+from jaxdist.data.readers.plain_text import PLAIN_TEXT
 from jaxdist.data.readers.python_library import PYTHON_LIBRARY, library_files, library_folder
 from jaxdist.data.readers.reader import (
     Document,
@@ -194,7 +197,17 @@ class Source:
         # Many an __init__.py of Python's own library is empty.
         others += [] if self.folder else skipped.describe_empty(facts)
         others += skipped.describe(facts)
+        if self.misnamed:
+            others.append(self.misnamed)
         return f"{words} ({'; '.join(others)})" if others else words
+
+    @cached_property
+    def misnamed(self) -> str:
+        """What to do where the first plain text holds JSON lines by its first line; empty where it does not."""
+        path = next((path for path, reader in self.files if reader == PLAIN_TEXT), None)
+        if path is None or not holds_objects(path):
+            return ""
+        return f"'{path}' is read as plain text, but begins with a JSON object; name it .jsonl to read its rows"
 
     def stamp(self) -> list[tuple[int, int]]:
         """Return the size and the time of modification of each file.

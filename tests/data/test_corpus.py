@@ -1,3 +1,4 @@
+import gzip
 import subprocess
 import sys
 from pathlib import Path
@@ -309,6 +310,19 @@ def test_json_lines_are_recognised_by_these_names(write, name):
     assert found.train.tokens.ids.tolist() == open_(path=write("b.jsonl", lines(*JSON_LINES))).train.tokens.ids.tolist()
     assert "20 documents" in found.source
     assert found.changed == (name not in ("a.jsonl", "a.JSONL"))
+
+
+@pytest.mark.parametrize("name", ["rows", "rows.txt", "rows.txt.gz"])
+def test_a_text_that_looks_like_json_lines_is_called_so(write, name):
+    """It is read as it was by earlier versions."""
+    text = lines(*JSON_LINES * 9)
+    path = write("rows.txt", text) if name.endswith(".gz") else write(name, text)
+    if name.endswith(".gz"):
+        (path.parent / name).write_bytes(gzip.compress(path.read_bytes()))
+        path = path.parent / name
+    assert "is read as plain text, but begins with a JSON object; name it .jsonl" in open_(path=path).source
+    path = write("words.txt", "Words.\n" + text)
+    assert "JSON" not in open_(path=path).source
 
 
 @pytest.mark.parametrize("start", ["[\n", '{"id": 1}\n', "{\n", ""])

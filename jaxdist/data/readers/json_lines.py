@@ -177,6 +177,18 @@ def _holds_lines(path: Path, text: str) -> bool:
     return any(_has_text(line, key) for key in {text, TEXT})
 
 
+def holds_objects(path: Path) -> bool:
+    """Return whether a file begins with a JSON object on a line, and is not called .json."""
+    if ending_of(path) == ".json":
+        return False
+    try:
+        with path.open("rb") as file:
+            line = plain(file, path).readline(LONGEST_FIRST).removeprefix(MARK)
+        return isinstance(value_of(line, "the first line", TEXT_ROW), dict)
+    except RequestError:
+        return False
+
+
 def _has_text(line: bytes, text: str) -> bool:
     try:
         _text_of_line(line, "the first line", parse(text))

@@ -247,6 +247,7 @@ def _notes(asked: Asked, found: Mapping[str, Sources], streams: Mapping[str, Str
             "--data.tokenizer to see them"
         )
     texts = [sources.training for sources in found.values() if not sources.training.holds_tokens]
+    yield from (source.misnamed for source in texts if source.misnamed)
     if texts and not asked.own_vocab and not asked.data.tokenizer:
         sampled = min(sample_bytes(asked.vocab), sum(source.text_size for source in texts))
         yield (

@@ -79,7 +79,7 @@ def _documents(documents: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _duplicates(found: Mapping[str, Any], documents: int) -> str:
-    compared = f"{found['compared']:,} documents"
+    compared = counted(found["compared"], "document")
     if found["compared"] < documents:
         compared = f"the first {compared}"
     repeated = found["repeated"]
