@@ -5,6 +5,7 @@ Colour-blind readers can distinguish the colours too (Okabe & Ito 2008; Tol 2021
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,14 @@ def blank(width: float, height: float) -> Figure:
     return figure
 
 
+def literal(name: str) -> str:
+    """Return a name such that matplotlib draws it as it is, and not what is between two dollars as a formula."""
+    return name.replace("$", r"\$")
+
+
 def write_picture(path: Path | str, figure: Figure, dpi: int) -> None:
     """Replace the file at `path` atomically by a PNG of the figure. Raises `OSError`."""
-    with replacing(Path(path)) as temporary:
+    with replacing(Path(path)) as temporary, warnings.catch_warnings():
+        # A name in a script that the font lacks is drawn as boxes.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure.savefig(temporary, dpi=dpi, format="png")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxdist.output.pictures import BLUE, GREY, RED, blank, write_picture
+from jaxdist.output.pictures import BLUE, GREY, RED, blank, literal, write_picture
 from jaxdist.training import history
 from jaxdist.training.validation import OF_SOURCE, losses_of_sources
 
@@ -24,7 +24,7 @@ def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -
 
     lines = history.read(metrics)
     figure = blank(7, 4.5)
-    axes = figure.add_subplot(xlabel="step", ylabel=f"loss (nats per {unit})", title=metrics.parent.name)
+    axes = figure.add_subplot(xlabel="step", ylabel=f"loss (nats per {unit})", title=literal(metrics.parent.name))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for kind, colour in (("loss", BLUE), (history.VALIDATED, RED)):
         points = [(line["step"], line[kind]) for line in lines if line.get(kind) is not None]
@@ -40,7 +40,8 @@ def plot_loss(metrics: Path, picture: Path, nats: float, name: str, unit: str) -
         key = f"validation_{OF_SOURCE}{source}"
         points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), "o:", linewidth=1, markersize=2, label=f"validation loss of {source}")
+            label = literal(f"validation loss of {source}")
+            axes.plot(*zip(*points, strict=True), "o:", linewidth=1, markersize=2, label=label)
     axes.axhline(nats, color=GREY, linestyle="--", linewidth=1, label=f"{name} of the held-out part")
     axes.grid(alpha=0.3)
     axes.legend()

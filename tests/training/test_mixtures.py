@@ -167,6 +167,17 @@ def test_losses_of_sources_are_told_and_drawn(tmp_path, monkeypatch):
     assert drawn[0].lines[2].get_ydata().tolist() == [2.1, 2.1]
 
 
+def test_any_name_of_a_source_is_drawn(tmp_path, recwarn):
+    """One that would be a formula, and one that the font lacks, in a folder that would be a formula."""
+    folder = tmp_path / "$\\x$"
+    folder.mkdir()
+    values = {"step": 1, "validation_loss": 2.0, "validation_loss/$\\foo$": 2.0, "validation_loss/\u65e5": 2.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(values))
+    plots.plot_loss(folder / "metrics.jsonl", folder / "loss.png", 1.0, "unigram entropy", "token")
+    assert (folder / "loss.png").stat().st_size > 0
+    assert not recwarn.list
+
+
 # ---- going on
 
 
