@@ -58,7 +58,7 @@ def open_mixture(config: DataConfig) -> dict[str, Sources]:
     problems: dict[str, None] = {}
     for source in config.mixture.sources:
         try:
-            sources = _found(config.model_copy(update={"path": source.path}), "data.mixture")
+            sources = _found(config.model_copy(update={"path": source.path, "validation_path": None}), "data.mixture")
             found[source.name] = _asked_alone(sources)
         except RequestError as error:
             problems |= dict.fromkeys(error.problems)

@@ -68,14 +68,17 @@ class MixtureRecord:
         and where a source has other data than before.
         """
         check_mixture(self, here.asked, changed, batch, folder)
-        for name, fingerprint in here.fingerprints.items():
-            before = self.fingerprints.get(name, fingerprint)
-            if before != fingerprint:
-                raise RequestError(
-                    f"the data of '{name}' are not what the run in {folder} has seen so far (fingerprint "
-                    f"{fingerprint[:12]} here, {before[:12]} there); put them back, or give them another name in "
-                    "data.mixture, with --data.changed true"
-                )
+        others = [name for name, now in here.fingerprints.items() if self.fingerprints.get(name, now) != now]
+        if others:
+            name = others[0]
+            more = (
+                f" (and {len(others) - 1} more, perhaps because one tokenizer was trained on all)" if others[1:] else ""
+            )
+            raise RequestError(
+                f"the data of '{name}'{more} are not what the run in {folder} has seen so far (fingerprint "
+                f"{here.fingerprints[name][:12]} here, {self.fingerprints[name][:12]} there); put them back, or give "
+                "them another name in data.mixture, with --data.changed true"
+            )
         phases = self.phases
         if not same_phases(self.asked, here.asked):
             phases = continued(self.phases, here.asked, row)

@@ -291,6 +291,11 @@ def test_other_data_under_the_same_name_are_refused(sources, tmp_path):
         writer.write(np.arange(900) % 98)
     with pytest.raises(RequestError, match=r"the data of 'b' are not what the run in runs/x has seen .*fingerprint"):
         gone_on(saved(first, 40), mixture=table({**moved, "b": str(tmp_path / "other.bin")}, NEW), changed=True)
+    both = table({**moved, "a": str(tmp_path / "other.bin"), "b": moved["a"]}, NEW)
+    with pytest.raises(
+        RequestError, match=r"the data of 'a' \(and 1 more, perhaps because one tokenizer was trained on "
+    ):
+        gone_on(saved(first, 40), mixture=both)
 
 
 def test_a_longer_run_moves_phases_that_begin_at_a_part_of_it(sources):
