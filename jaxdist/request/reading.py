@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,7 +200,8 @@ def _read_file(path: Path) -> Given:
         tables = read_toml(path)
     except ValueError as error:
         # It is not TOML, not UTF-8, or contains a number of thousands of digits.
-        return Given(failed=set(KNOBS), problems=[f"config {path} is not valid TOML: {error}"])
+        data = "" if str(path).endswith(".toml") else f"; if it holds data, write --data.path {shlex.quote(str(path))}"
+        return Given(failed=set(KNOBS), problems=[f"config {path} is not valid TOML: {error}{data}"])
     except OSError as error:
         return Given(failed=set(KNOBS), problems=[f"config {path} cannot be read: {error.strerror or error}"])
     given, problems = _flatten(tables, path)

@@ -109,6 +109,7 @@ NAMES = {
         [("my.toml' and 1 more file; if the shell has expanded a pattern", "*.toml'")],
         "train.steps = 5",
     ),
+    "data instead of a config": Wrong(__file__, [("not valid TOML", "; if it holds data, write --data.path /")]),
     "one hyphen": Wrong("gpt_tiny -x", [("unexpected argument '-x'",)]),
     "unknown flag": Wrong("--json", [("unknown option --json",)]),
     "misspelt extra": Wrong("--jsn", [("--jsn; did you mean '--json'?",)], extras=[Extra("json", False, "")]),
