@@ -341,10 +341,8 @@ class Parallel:
     def evaluate(self, state: TrainState, batch: Batch, ema: bool = False) -> dict[str, float]:
         """Return `loss` and the further means over the rows of `batch`, with the module in evaluation mode.
 
-        `ema` takes the average of the parameters.
-
-        The number of rows is arbitrary: those that do not divide by the devices are computed by all of them, and count
-        once. A pipeline raises `ValueError` for them.
+        `ema` takes the average of the parameters. The number of rows is arbitrary: those that do not divide by the
+        devices are computed by all of them, and count once. A pipeline raises `ValueError` for them.
         """
         self._check_state(state)
         with jax.set_mesh(self.mesh):
@@ -359,10 +357,10 @@ class Parallel:
         """Return `fn(module, *args)`, computed on the mesh: predictions, sampling, metrics of your own.
 
         The module is sharded as in a step, has the average of the parameters if `ema`, and is in evaluation mode unless
-        `train`; what the call writes into it is
-        dropped. Its weights and the floats of `args` have the compute dtype. `args` are trees of arrays. Those with as
-        many rows as the first one are split by rows, if the mesh divides them, and so are such results: on one process
-        `jax.device_get` returns them whole. All others lie on every device. Compiled once for each function and shapes.
+        `train`; what the call writes into it is dropped. Its weights and the floats of `args` have the compute dtype.
+        `args` are trees of arrays. Those with as many rows as the first one are split by rows, if the mesh divides
+        them, and so are such results: on one process `jax.device_get` returns them whole. All others lie on every
+        device. Compiled once for each function and shapes.
 
         Raises `ValueError` for a state that was donated or lies on another mesh.
         """
