@@ -67,9 +67,9 @@ def library_alone(folder: Path) -> tuple[float, int]:
 def jaxdist(folder: Path, processes: bool) -> tuple[float, int]:
     """Return the same of jaxdist, from the text to the tokens in the cache."""
     from jaxdist.config import DataConfig
-    from jaxdist.data import pieces
     from jaxdist.data.progress import unseen
     from jaxdist.data.streams import Request
+    from jaxdist.data.tokenizing import pieces
 
     if processes:
         # A piece is 64 MiB; here the text is smaller than that.
@@ -114,7 +114,7 @@ def write_text(folder: Path, megabytes: int) -> None:
     """Write the text and its tokenizer."""
     from jaxdist.data.readers.python_library import library_files, library_folder
     from jaxdist.data.readers.reader import Document
-    from jaxdist.data.tokenizing import train_tokenizer
+    from jaxdist.data.tokenizing.encoder import train_tokenizer
 
     texts = [path.read_text(errors="replace") for path in library_files(library_folder())]
     texts = [text for text in texts if text]

@@ -71,7 +71,7 @@ def check_files(request: Request) -> list[Question]:
     """
     # They import numpy, which --help does not need.
     from jaxdist.data.multiple_choice import read_questions
-    from jaxdist.data.paths import held_out_problems
+    from jaxdist.data.naming.paths import held_out_problems
 
     config = request.config
     choices = request.extras["choices"]

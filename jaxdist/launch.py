@@ -328,8 +328,8 @@ def train_words(request: Request) -> list[str]:
 
 def reads(job: Launch) -> list[Path | None]:
     """Return the paths that the job reads besides its run folder; None or an empty path stands for none."""
-    from jaxdist.data.paths import places_of
-    from jaxdist.data.training_paths import training_paths
+    from jaxdist.data.naming.paths import places_of
+    from jaxdist.data.naming.training_paths import training_paths
 
     if job.program:
         return [job.program.script]

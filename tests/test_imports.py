@@ -192,7 +192,7 @@ READ_AS_JSON = {
     "huggingface.safetensors_file": "the header of a file of weights, which has limits of its own",
     "planning.trace": "the profile that this process has just written, which is large",
     "data.known": "what processes tell each other",
-    "data.workers": "what its own children have written",
+    "data.tokenizing.workers": "what its own children have written",
     "bench.gpu": "what its own child has written",
     "bench.gpu_child": "what its own parent has written",
 }

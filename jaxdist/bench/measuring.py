@@ -16,8 +16,8 @@ from jaxdist.cluster import kv_store
 from jaxdist.cluster.heartbeat import IDLE, STARTING, STEPPING
 from jaxdist.config import Config
 from jaxdist.data.batches import Batch, token_batch
-from jaxdist.data.image_batches import image_batch
 from jaxdist.data.images import Part
+from jaxdist.data.images.batches import image_batch
 from jaxdist.data.rows import CutRows
 from jaxdist.data.tokens import Tokens, TokenWriter
 from jaxdist.training.forward.step import TrainState

@@ -218,7 +218,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 IS_PATH = AfterValidator(_valid_path)
 FilePath = Annotated[Path, BeforeValidator(_not_empty), IS_PATH]
 FilePaths = Annotated[str, BeforeValidator(_paths_as_text), AfterValidator(_valid_paths)]
-"""What names one file or several, as text: `data.paths` reads it. A `Path` is taken too."""
+"""What names one file or several, as text: `data.naming.paths` reads it. A `Path` is taken too."""
 FileName = Annotated[str, IS_PATH]
 """A path as text; empty means none."""
 Site = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Failed, RequestError
 from jaxdist.config.values import FileName
-from jaxdist.data.paths import open_each
+from jaxdist.data.naming.paths import open_each
 from jaxdist.data.sources import Sources
 from jaxdist.files import replacing
 from jaxdist.files.reasons import reason

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxdist.config import DataConfig, RequestError, listed
-from jaxdist.data.mixed_rows import MixedRows
+from jaxdist.data.mixing.mixed_rows import MixedRows
+from jaxdist.data.mixing.shared_tokenizer import shared_tokenizer
+from jaxdist.data.naming.paths import open_mixture
 from jaxdist.data.packed_rows import open_packed
-from jaxdist.data.paths import open_mixture
 from jaxdist.data.progress import Progress, unseen
 from jaxdist.data.row_use import describe_use
 from jaxdist.data.rows import CutRows, TokenRows
-from jaxdist.data.shared_tokenizer import shared_tokenizer
 from jaxdist.data.sources import Sources
 from jaxdist.data.streams import Request, Streams, check_byte_level, given_tokenizer
 from jaxdist.files import digest

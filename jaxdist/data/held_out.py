@@ -24,7 +24,7 @@ from jaxdist.data.rows import labelled
 from jaxdist.data.sources import Source
 from jaxdist.data.streams import VERSION, identity
 from jaxdist.data.token_files import open_token_files, types
-from jaxdist.data.token_store import open_store
+from jaxdist.data.tokenizing.token_store import open_store
 from jaxdist.data.tokens import Tokens
 from jaxdist.files import digest
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer

@@ -16,13 +16,13 @@ from tokenizers import Tokenizer
 from jaxdist.config import DataConfig, RequestError, nearest
 from jaxdist.config.mixture import MixtureConfig
 from jaxdist.data.corpus import open_corpus
-from jaxdist.data.mixture import Mixture
+from jaxdist.data.mixing.mixture import Mixture
+from jaxdist.data.mixing.phases import phases_of
+from jaxdist.data.naming.paths import open_each
+from jaxdist.data.naming.training_paths import mixture_of
 from jaxdist.data.order import global_rows
-from jaxdist.data.paths import open_each
-from jaxdist.data.phases import phases_of
 from jaxdist.data.progress import unseen
 from jaxdist.data.rows import TokenRows
-from jaxdist.data.training_paths import mixture_of
 from jaxdist.data.vocabulary import needed_vocab
 from jaxdist.huggingface.given_tokenizer import load_tokenizer
 

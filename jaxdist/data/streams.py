@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data import skipped
-from jaxdist.data.paths import open_sources
+from jaxdist.data.naming.paths import open_sources
 from jaxdist.data.progress import Pass, Progress
 from jaxdist.data.sources import Sources
 from jaxdist.data.token_files import form_of, open_token_files, other_form, types
-from jaxdist.data.token_store import open_store
-from jaxdist.data.tokenizing import ALPHABET, train_tokenizer
+from jaxdist.data.tokenizing.encoder import ALPHABET, train_tokenizer
+from jaxdist.data.tokenizing.token_store import open_store
 from jaxdist.data.tokens import Tokens
 from jaxdist.files import digest
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, largest_id, read_tokenizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxdist.config import DataConfig
-from jaxdist.data.paths import open_each
+from jaxdist.data.naming.paths import open_each
 from jaxdist.data.progress import Pass, Progress, unseen
 from jaxdist.data.token_cache import FOLDER_NAME, Damaged, check
 from jaxdist.files.caches import cache_folder

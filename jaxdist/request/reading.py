@@ -17,7 +17,7 @@ from jaxdist import __version__
 from jaxdist.config import Config, RequestError, leaves, listed, nearest
 from jaxdist.config.mixture import MixtureConfig
 from jaxdist.config.values import path_error
-from jaxdist.data.training_paths import mixture_of
+from jaxdist.data.naming.training_paths import mixture_of
 from jaxdist.files import read_toml
 from jaxdist.huggingface.folder import other_form
 from jaxdist.request import checks, pretrained, unused

@@ -18,7 +18,7 @@ from jaxdist.cluster.job import Job
 from jaxdist.config import Config, NotFinite, RequestError
 from jaxdist.data.held_out import HeldOut, open_held_out
 from jaxdist.data.multiple_choice import NAMED, Question, Rows, results, rows_of, scored
-from jaxdist.data.paths import paths_of
+from jaxdist.data.naming.paths import paths_of
 from jaxdist.output.units import rounded
 from jaxdist.training.console import Screen
 from jaxdist.training.data_progress import DataProgress

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxdist.config import Config, RequestError
 from jaxdist.config.mixture import describe_shares
-from jaxdist.data.phases import Phase, continued, phases_of, same_phases
+from jaxdist.data.mixing.phases import Phase, continued, phases_of, same_phases
 from jaxdist.files import WRONG_CONTENT
 
 MIXTURE = "mixture"

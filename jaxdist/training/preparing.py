@@ -18,7 +18,7 @@ from jaxdist.cluster.job import Job
 from jaxdist.cluster.preflight import check_folder
 from jaxdist.config import RequestError
 from jaxdist.data import known
-from jaxdist.data.sharing import help_to_tokenize, shared_by
+from jaxdist.data.tokenizing.sharing import help_to_tokenize, shared_by
 from jaxdist.mesh import REPLICA
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.console import Screen

@@ -11,8 +11,8 @@ from jaxtyping import Array, Int
 
 from jaxdist.config import RequestError
 from jaxdist.data.batches import AbstractBatch, Batch, BatchLayout
-from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch
 from jaxdist.data.images import Images, open_images
+from jaxdist.data.images.batches import Augment, abstract_image_batch, image_batch
 from jaxdist.models import images
 from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import counted

@@ -15,10 +15,10 @@ from jaxdist.config import DataConfig
 from jaxdist.data.batches import AbstractBatch, Batch, BatchLayout, abstract_batch, ordered_batch, token_batch
 from jaxdist.data.corpus import Corpus, open_corpus
 from jaxdist.data.held_out import HeldOut
-from jaxdist.data.mixed_rows import MixedRows
-from jaxdist.data.mixture import Mixture
+from jaxdist.data.mixing.mixed_rows import MixedRows
+from jaxdist.data.mixing.mixture import Mixture
+from jaxdist.data.mixing.usage import largest, usages_of, warnings_of
 from jaxdist.data.order import held_out_rows
-from jaxdist.data.usage import largest, usages_of, warnings_of
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from jaxdist.config import Config, RequestError
-from jaxdist.data.training_paths import training_tokens
+from jaxdist.data.naming.training_paths import training_tokens
 from jaxdist.huggingface.folder import open_folder
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, read_tokenizer
 from jaxdist.huggingface.schema import TOKENIZER

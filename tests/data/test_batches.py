@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxdist.data.batches import BatchLayout, Prefetch, token_batch
-from jaxdist.data.image_batches import Augment
+from jaxdist.data.images.batches import Augment
 from jaxdist.data.order import global_rows, held_out_rows, permute
 from jaxdist.data.rows import CutRows
 from jaxdist.data.tokens import IGNORED, Tokens

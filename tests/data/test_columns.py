@@ -12,7 +12,7 @@ from pyarrow import feather, ipc
 
 from jaxdist.config import RequestError
 from jaxdist.data.held_out import open_held_out
-from jaxdist.data.paths import places_of
+from jaxdist.data.naming.paths import places_of
 from jaxdist.data.sources import Source
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
 from tests.data.files import POEM, VOCAB, lines, open_, save_tokenizer
@@ -149,7 +149,7 @@ def test_a_file_is_evaluated_and_seen_by_a_job(write, tmp_path):
 
 def test_a_missing_package_is_named_before_anything_is_read(write, monkeypatch):
     real = importlib.util.find_spec
-    monkeypatch.setattr("jaxdist.data.paths.find_spec", lambda name: None if name == "pyarrow" else real(name))
+    monkeypatch.setattr("jaxdist.data.naming.paths.find_spec", lambda name: None if name == "pyarrow" else real(name))
     path = write("a.parquet", b"PAR1\x00 not read")
     with pytest.raises(RequestError) as raised:
         open_(path=path)

@@ -8,10 +8,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from jaxdist.config import DataConfig, RequestError
-from jaxdist.data import sources, streams, token_store, tokenizing
+from jaxdist.data import sources, streams
 from jaxdist.data.corpus import ENDS, open_corpus
 from jaxdist.data.readers import python_library
 from jaxdist.data.readers.reader import Document
+from jaxdist.data.tokenizing import encoder, token_store
 from jaxdist.files import caches
 from tests.data.files import POEM, VOCAB, S, ids, lines, open_, save_tokenizer
 
@@ -140,13 +141,13 @@ def test_blocks_are_cut_at_line_ends_or_between_characters(write):
 
 def test_the_sample_is_bounded_and_evenly_spread():
     stream = [(i % 10 == 9, Document(f"{i:05}", True)) for i in range(1000)]
-    sample = list(tokenizing._sample(iter(stream), 500, 5000))
+    sample = list(encoder._sample(iter(stream), 500, 5000))
     assert sum(map(len, sample)) <= 500
     numbers = [int(text) for text in sample]
     assert set(np.diff(numbers)) <= {10, 11, 12}
     assert all(number % 10 != 9 for number in numbers)
     assert numbers[-1] > 950
-    assert list(tokenizing._sample(iter(stream[:3]), 7, 14)) == ["00000", "00"]  # every second, and never too much
+    assert list(encoder._sample(iter(stream[:3]), 7, 14)) == ["00000", "00"]  # every second, and never too much
 
 
 # ---- a tokenizer of one's own

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from jaxdist.config import DataConfig, RequestError
-from jaxdist.data.paths import open_sources
+from jaxdist.data.naming.paths import open_sources
 from jaxdist.data.progress import unseen
 from jaxdist.data.token_files import open_token_files
 from tests.data.files import VOCAB, ids, lines

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from jaxdist.config import DataConfig, RequestError
-from jaxdist.data.paths import open_sources
+from jaxdist.data.naming.paths import open_sources
 from tests.data.files import POEM, ids, lines, open_
 from tests.data.test_columns import arrow, parquet
 

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from jaxdist.data import pieces, token_store
-from jaxdist.data.pieces import PLAN, Plan
 from jaxdist.data.token_cache import WRITER, open_cache
-from jaxdist.data.tokenizing import PIECES, TOKENIZER, Encoder, part_name
+from jaxdist.data.tokenizing import pieces, token_store
+from jaxdist.data.tokenizing.encoder import PIECES, TOKENIZER, Encoder, part_name
+from jaxdist.data.tokenizing.pieces import PLAN, Plan
 from tests.data.files import VOCAB, S, lines, open_
 
 PIECE = 3000
@@ -22,7 +22,8 @@ KILLED = f"""
 import os, signal, sys
 from jaxdist.config import DataConfig
 from jaxdist import files
-from jaxdist.data import known, pieces, token_store
+from jaxdist.data import known
+from jaxdist.data.tokenizing import pieces, token_store
 from jaxdist.data.corpus import open_corpus
 known.SETTLED = float('inf')
 pieces.PIECE, token_store.core_count = {PIECE}, lambda: int(sys.argv[2])

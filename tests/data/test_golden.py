@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.data.named_files import holds_tokens
+from jaxdist.data.naming.named_files import holds_tokens
 from tests.data.files import open_, save_tokenizer
 from tests.data.golden.documents import DOCUMENTS, END, HELD_OUT, stream
 

@@ -6,7 +6,7 @@ import pytest
 from jaxdist.config import RequestError
 from jaxdist.data.held_out import open_held_out
 from jaxdist.data.sources import BLOCK_BYTES
-from jaxdist.data.tokenizing import train_tokenizer
+from jaxdist.data.tokenizing.encoder import train_tokenizer
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from tests.data.files import POEM, ids, lines

@@ -8,8 +8,8 @@ import pytest
 
 from jaxdist.config import DataConfig, DataLost
 from jaxdist.data.batches import BatchLayout
-from jaxdist.data.image_batches import Augment, abstract_image_batch, image_batch
 from jaxdist.data.images import Part, open_images
+from jaxdist.data.images.batches import Augment, abstract_image_batch, image_batch
 from jaxdist.data.order import global_rows, held_out_rows
 from jaxdist.data.tokens import IGNORED
 from tests.data.files import save_pictures

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data.__main__ import main
+from jaxdist.data.naming.paths import open_sources
 from jaxdist.data.packed_rows import open_packed
-from jaxdist.data.paths import open_sources
 from jaxdist.data.progress import unseen
 from jaxdist.data.streams import Request
 from jaxdist.data.survey import duplicates

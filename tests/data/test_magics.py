@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 
 from jaxdist.config import RequestError
-from jaxdist.data.magics import foreign
+from jaxdist.data.naming.magics import foreign
 from tests.data.files import POEM, ids, lines, open_
 
 IDS = np.arange(4000, dtype="<u2") % 250

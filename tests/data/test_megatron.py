@@ -8,7 +8,7 @@ import pytest
 
 from jaxdist.config import RequestError
 from jaxdist.data.held_out import open_held_out
-from jaxdist.data.paths import places_of
+from jaxdist.data.naming.paths import places_of
 from jaxdist.data.readers import megatron as reader
 from tests.data.files import VOCAB, open_, save_tokenizer
 

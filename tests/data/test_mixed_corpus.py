@@ -7,11 +7,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
-from jaxdist.data import number_file, shared_tokenizer
-from jaxdist.data.mixed_rows import MixedRows
-from jaxdist.data.mixture import Mixture, Phase
+from jaxdist.data import number_file
+from jaxdist.data.mixing import shared_tokenizer
+from jaxdist.data.mixing.mixed_rows import MixedRows
+from jaxdist.data.mixing.mixture import Mixture, Phase
+from jaxdist.data.mixing.usage import LISTED, WARNED, Usage, largest, usages_of, warnings_of
 from jaxdist.data.rows import CutRows
-from jaxdist.data.usage import LISTED, WARNED, Usage, largest, usages_of, warnings_of
 from tests.data.files import POEM, VOCAB, S, ids, lines, open_, save_tokenizer
 
 CODE = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(300))

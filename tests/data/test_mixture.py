@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from jaxdist.data.mixture import WINDOW, Mixture, Phase, millionths
+from jaxdist.data.mixing.mixture import WINDOW, Mixture, Phase, millionths
 from jaxdist.data.order import permute, permute_each
 
 WEIGHTS = {"web": 0.7, "code": 0.2, "books": 0.1}

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
 from jaxdist.data.multiple_choice import Question, encode, read_questions, results, rows_of, scored
-from jaxdist.data.tokenizing import train_tokenizer
+from jaxdist.data.tokenizing.encoder import train_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from tests.data.files import save_tokenizer
 

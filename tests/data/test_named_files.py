@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from jaxdist.config import DataConfig
-from jaxdist.data.paths import open_sources, paths_of, places_of
+from jaxdist.data.naming.paths import open_sources, paths_of, places_of
 from tests.data.files import POEM, ids, lines, open_
 
 

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.data import pieces, sources, token_store, tokenizing
-from jaxdist.data.pieces import Plan
-from jaxdist.data.shards import _stretches
+from jaxdist.data import sources
 from jaxdist.data.sources import Source, is_held_out
 from jaxdist.data.token_cache import check
-from jaxdist.data.token_store import open_store
-from jaxdist.data.tokenizing import part_name
-from jaxdist.data.workers import Unfinished
+from jaxdist.data.tokenizing import encoder, pieces, token_store
+from jaxdist.data.tokenizing.encoder import part_name
+from jaxdist.data.tokenizing.pieces import Plan
+from jaxdist.data.tokenizing.shards import _stretches
+from jaxdist.data.tokenizing.token_store import open_store
+from jaxdist.data.tokenizing.workers import Unfinished
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from tests.data.files import POEM, VOCAB, lines, open_
 
@@ -42,7 +43,7 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    monkeypatch.setattr(tokenizing, "ENCODE_CHARACTERS", 400)
+    monkeypatch.setattr(encoder, "ENCODE_CHARACTERS", 400)
 
 
 @pytest.fixture(params=FILES.values(), ids=list(FILES))
@@ -181,7 +182,7 @@ def test_the_parts_of_a_file_that_cannot_be_divided_are_kept_one_by_one(write, c
     made = []
     write_part = token_store.write_pieces.__globals__["Encoder"]._write_part
     monkeypatch.setattr(
-        "jaxdist.data.tokenizing.Encoder._write_part",
+        "jaxdist.data.tokenizing.encoder.Encoder._write_part",
         lambda self, name, documents: (made.append(name), write_part(self, name, documents))[1],
     )
     assert open_(path=path).train.tokens.ids.tolist() == whole
@@ -200,7 +201,7 @@ def test_documents_are_held_out_by_their_numbers_in_the_whole():
 
 
 def test_documents_are_copied_in_groups_of_bounded_size(monkeypatch):
-    monkeypatch.setattr("jaxdist.data.shards.CHUNK", 10)
+    monkeypatch.setattr("jaxdist.data.tokenizing.shards.CHUNK", 10)
     sizes = np.array([3, 3, 3, 3, 25, 0, 0, 10, 1, 0])
     groups = [(some.start, some.stop) for some in _stretches(sizes)]
     assert groups == [(0, 3), (3, 4), (4, 5), (5, 8), (8, 10)]

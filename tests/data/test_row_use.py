@@ -2,9 +2,10 @@
 
 import pytest
 
-from jaxdist.data import row_use, token_store
+from jaxdist.data import row_use
 from jaxdist.data.packed_rows import document_lengths
 from jaxdist.data.packing import cut_in_stream
+from jaxdist.data.tokenizing import token_store
 from tests.data.files import POEM, lines, open_, save_tokenizer
 
 TEXTS = [f"text {i} of many, {'word ' * (i % 37)}" for i in range(300)]

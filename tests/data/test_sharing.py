@@ -9,26 +9,26 @@ import time
 
 import pytest
 
-from jaxdist.data import pieces, sharing, token_store
 from jaxdist.data.progress import unseen
-from jaxdist.data.sharing import claim_cores, claimed, forget_claims, help_to_tokenize, shared_by
-from jaxdist.data.tokenizing import PIECES, Encoder
+from jaxdist.data.tokenizing import pieces, sharing, token_store
+from jaxdist.data.tokenizing.encoder import PIECES, Encoder
+from jaxdist.data.tokenizing.sharing import claim_cores, claimed, forget_claims, help_to_tokenize, shared_by
 from tests.data.files import lines, open_
 
 TEXT = lines(*(f"text {i} of " + "abc " * (i % 40) for i in range(400)))
 
 HELPER = """
 import sys
-from jaxdist.data import sharing, tokenizing, workers
+from jaxdist.data.tokenizing import encoder, sharing, workers
 sharing.LOOK_SECONDS, sharing.core_count = 0.01, lambda: 1
 sharing._cores = lambda: "of another host"
-write = tokenizing.Encoder.write
+write = encoder.Encoder.write
 def slow(encoder, piece, *more):
     print(piece, flush=True)
     if sys.argv[1] == "hangs":
         sys.stdin.read()
     write(encoder, piece, *more)
-tokenizing.Encoder.write = slow
+encoder.Encoder.write = slow
 sharing.help_to_tokenize("run 1", lambda: False, lambda *told: None)
 """
 

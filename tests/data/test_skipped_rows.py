@@ -8,12 +8,12 @@ import pyarrow as pa
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.data import pieces
 from jaxdist.data.held_out import open_held_out
-from jaxdist.data.pieces import Plan
 from jaxdist.data.skipped import FEW, ONE_IN
 from jaxdist.data.sources import Source
-from jaxdist.data.tokenizing import PIECES, Encoder, part_name, parts_of
+from jaxdist.data.tokenizing import pieces
+from jaxdist.data.tokenizing.encoder import PIECES, Encoder, part_name, parts_of
+from jaxdist.data.tokenizing.pieces import Plan
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from tests.data.files import POEM, VOCAB, lines, open_, save_tokenizer

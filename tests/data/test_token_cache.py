@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.data import token_cache, token_store
+from jaxdist.data import token_cache
 from jaxdist.data.row_use import KEPT
 from jaxdist.data.token_cache import ABOUT, PROGRESS, WRITER, Damaged, check, open_cache
+from jaxdist.data.tokenizing import token_store
 from tests.data.files import POEM, lines, open_
 
 FILES = ["train.bin", "validation.bin", "tokenizer.json", ABOUT]

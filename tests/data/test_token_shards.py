@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.data.named_files import holds_tokens
+from jaxdist.data.naming.named_files import holds_tokens
 from tests.data.files import POEM, ids, open_
 from tests.data.test_llm_c import llm_c
 

@@ -10,9 +10,9 @@ import pytest
 
 from jaxdist import train
 from jaxdist.config import Config, RequestError
-from jaxdist.data.mixture import WINDOW, Mixture, Phase, _seed_of
+from jaxdist.data.mixing.mixture import WINDOW, Mixture, Phase, _seed_of
+from jaxdist.data.mixing.phases import continued, same_phases
 from jaxdist.data.order import global_rows, permute
-from jaxdist.data.phases import continued, same_phases
 from jaxdist.data.tokens import TokenWriter
 from jaxdist.training import plots
 from jaxdist.training.checkpoint.step_dir import StepDir

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from jaxdist.config import Config
 from jaxdist.data.multiple_choice import Rows, read_questions, rows_of, scored
 from jaxdist.data.readers.reader import Document
-from jaxdist.data.tokenizing import train_tokenizer
+from jaxdist.data.tokenizing.encoder import train_tokenizer
 from jaxdist.huggingface.special_tokens import special_tokens_of
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.sharding import Layout

@@ -20,7 +20,7 @@ from jaxdist.data.survey.duplicates import Duplicates, Hashes
 from jaxdist.data.survey.lengths import Lengths
 from jaxdist.data.survey.text_documents import SAMPLES, TextDocuments
 from jaxdist.data.survey.token_documents import hash_documents, samples
-from jaxdist.data.tokenizing import sample_bytes
+from jaxdist.data.tokenizing.encoder import sample_bytes
 from jaxdist.data.tokens import Tokens
 from jaxdist.data.vocabulary import needed_vocab
 from jaxdist.files.reasons import reading

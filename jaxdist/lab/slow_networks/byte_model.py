@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import DataConfig
-from jaxdist.data.paths import open_sources
+from jaxdist.data.naming.paths import open_sources
 
 CONTEXT = 8
 BYTES = 256

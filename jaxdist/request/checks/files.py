@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxdist.config import Config, RequestError
-from jaxdist.data.training_paths import training_tokens
+from jaxdist.data.naming.training_paths import training_tokens
 from jaxdist.files.reasons import reason
 from jaxdist.request.checks.registry import check
 from jaxdist.weights.named import model_folder, needs_tokenizer
@@ -30,7 +30,7 @@ def _files(config: Config) -> Iterator[str]:
         return
 
     # This module reads only the first bytes of the files, and does not import numpy.
-    from jaxdist.data.paths import open_mixture, open_sources
+    from jaxdist.data.naming.paths import open_mixture, open_sources
 
     try:
         if data.mixture:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxdist.data.mixture import Mixture
+from jaxdist.data.mixing.mixture import Mixture
 
 MOST_EPOCHS = 4
 """Epochs of a source above which a warning is due: repeated data teach less and less (Muennighoff et al. 2023)."""

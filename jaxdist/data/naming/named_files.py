@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from jaxdist.config import RequestError
 from jaxdist.config.text_template import TEXT
-from jaxdist.data.addresses import is_address
 from jaxdist.data.compressed import ending_of
-from jaxdist.data.dataset_folders import CACHE, shards_of, split_in, split_of
 from jaxdist.data.known import MANY, known
+from jaxdist.data.naming.addresses import is_address
+from jaxdist.data.naming.dataset_folders import CACHE, shards_of, split_in, split_of
 from jaxdist.data.readers import READERS, is_token_file, reader_of, remember
 from jaxdist.data.readers.megatron import bin_of, index_of
 from jaxdist.data.readers.plain_text import PLAIN_TEXT

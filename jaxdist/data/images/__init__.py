@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int, Int32, Shaped
 
 from jaxdist.config import DataConfig, DataLost, RequestError
-from jaxdist.data.image_files import Labelled, read, renumber
+from jaxdist.data.images.files import Labelled, read, renumber
 from jaxdist.data.order import splitmix64
 from jaxdist.data.progress import Pass, Progress, unseen
 
@@ -78,7 +78,7 @@ class Images:
 def open_images(config: DataConfig, size: int = 0, classes: int = 0, progress: Progress = unseen) -> Images:
     """Return the images that `config` asks for.
 
-    `path` has one of the forms in `image_files.FORMS`; without it the images are 1797 digits of 8x8 pixels. Images in
+    `path` has one of the forms in `images.files.FORMS`; without it the images are 1797 digits of 8x8 pixels. Images in
     class folders are stretched to `size` x `size` pixels; 0 leaves them as they are. `classes` is the number of classes
     if labels are numbers; 0 counts them. The held-out part is `validation_path`, or the one that `path` contains, or
     else `validation_fraction` of the rows on average, chosen by a fixed hash of the row number.

@@ -10,8 +10,8 @@ from jaxdist.config import RequestError
 from jaxdist.data.progress import Pass, Progress
 from jaxdist.data.sources import Sources
 from jaxdist.data.token_cache import open_cache
-from jaxdist.data.token_store import kept_tokenizer
-from jaxdist.data.tokenizing import TOKENIZER, train_tokenizer
+from jaxdist.data.tokenizing.encoder import TOKENIZER, train_tokenizer
+from jaxdist.data.tokenizing.token_store import kept_tokenizer
 from jaxdist.files import digest, write_whole
 from jaxdist.files.caches import cache_folder
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer

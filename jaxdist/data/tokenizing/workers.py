@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
-from jaxdist.data.pieces import Plan
 from jaxdist.data.progress import Pass
 from jaxdist.data.token_cache import Unfinished
-from jaxdist.data.tokenizing import Encoder
-from jaxdist.data.tokenizing_worker import READ, REFUSED, WRITTEN
+from jaxdist.data.tokenizing.encoder import Encoder
+from jaxdist.data.tokenizing.pieces import Plan
+from jaxdist.data.tokenizing.worker import READ, REFUSED, WRITTEN
 
 LIFE_SECONDS = 1.0
 """Seconds after which a sign of life is given where no process tells anything."""
@@ -102,7 +102,7 @@ class _Pool:
         # It finds the same packages as this process, whatever has put them on its path.
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)
         process = subprocess.Popen(
-            [sys.executable, "-m", "jaxdist.data.tokenizing_worker", str(self._folder)],
+            [sys.executable, "-m", "jaxdist.data.tokenizing.worker", str(self._folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -21,9 +21,9 @@ from jaxtyping import Int
 
 from jaxdist.data import skipped
 from jaxdist.data.number_file import NumberFile
-from jaxdist.data.pieces import Plan
 from jaxdist.data.sources import is_held_out
-from jaxdist.data.tokenizing import PIECES, Part, part_name
+from jaxdist.data.tokenizing.encoder import PIECES, Part, part_name
+from jaxdist.data.tokenizing.pieces import Plan
 from jaxdist.data.tokens import CHUNK, Tokens, TokenType, TokenWriter
 from jaxdist.files import Checksum, checksum, replacing, write_whole
 

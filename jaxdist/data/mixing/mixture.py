@@ -19,8 +19,8 @@ from fractions import Fraction
 import numpy as np
 from jaxtyping import Int, UInt64
 
+from jaxdist.data.mixing.phases import MILLION, Phase, millionths
 from jaxdist.data.order import permute, permute_each, splitmix64, word
-from jaxdist.data.phases import MILLION, Phase, millionths
 
 WINDOW = 1000
 """Rows in which shares are exact to one row."""

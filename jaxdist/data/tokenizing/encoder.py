@@ -18,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxdist.data.pieces import PARTS_PER_PIECE, Plan
 from jaxdist.data.readers.reader import Document, OnRead, unseen
 from jaxdist.data.skipped import Count, Skipped
 from jaxdist.data.sources import Split
-from jaxdist.data.text_bytes import TextBytes
+from jaxdist.data.tokenizing.pieces import PARTS_PER_PIECE, Plan
+from jaxdist.data.tokenizing.text_bytes import TextBytes
 from jaxdist.data.tokens import TokenWriter
 from jaxdist.files import WRONG_CONTENT, Checksum, replacing, write_whole
 from jaxdist.files.json_files import read_json
@@ -98,7 +98,7 @@ class Part(NamedTuple):
     files: dict[str, Checksum]
     """Of its files, by their names."""
     shards: dict[str, Checksum] | None = None
-    """Of the files that its tokens have been put into (`data.shards`); `files` are gone then."""
+    """Of the files that its tokens have been put into (`data.tokenizing.shards`); `files` are gone then."""
     left_out: Count = Count()
     """Rows and texts that are no documents."""
 

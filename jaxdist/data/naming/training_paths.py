@@ -10,7 +10,7 @@ import os
 
 from jaxdist.config import DataConfig
 from jaxdist.config.mixture import WEIGHTED, MixtureConfig, of_parts
-from jaxdist.data.named_files import holds_tokens, parts
+from jaxdist.data.naming.named_files import holds_tokens, parts
 
 
 def training_paths(data: DataConfig) -> tuple[str | None, ...]:

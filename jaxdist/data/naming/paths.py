@@ -12,10 +12,10 @@ from pathlib import Path
 from jaxdist.config import DataConfig, RequestError, listed
 from jaxdist.config.mixture import otherwise
 from jaxdist.config.text_template import TEXT
-from jaxdist.data import magics
-from jaxdist.data.addresses import elsewhere
 from jaxdist.data.known import MANY, known
-from jaxdist.data.named_files import LISTS, NamedFiles, by_their_names, named_by, parts
+from jaxdist.data.naming import magics
+from jaxdist.data.naming.addresses import elsewhere
+from jaxdist.data.naming.named_files import LISTS, NamedFiles, by_their_names, named_by, parts
 from jaxdist.data.readers import is_token_file, reader_of
 from jaxdist.data.readers.megatron import index_of
 from jaxdist.data.readers.reader import TextReader

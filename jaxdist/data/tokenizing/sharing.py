@@ -18,11 +18,11 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from jaxdist.config import RequestError
-from jaxdist.data.pieces import PLAN, Plan
 from jaxdist.data.progress import Pass, Progress
 from jaxdist.data.token_cache import FOLDER_NAME
-from jaxdist.data.tokenizing import PIECES, TOKENIZER, is_written
-from jaxdist.data.workers import core_count, write_pieces
+from jaxdist.data.tokenizing.encoder import PIECES, TOKENIZER, is_written
+from jaxdist.data.tokenizing.pieces import PLAN, Plan
+from jaxdist.data.tokenizing.workers import core_count, write_pieces
 from jaxdist.files import WRONG_CONTENT, digest
 from jaxdist.files.caches import cache_folder
 from jaxdist.files.json_files import LARGEST_LISTING, read_text

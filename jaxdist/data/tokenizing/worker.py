@@ -1,4 +1,4 @@
-"""Tokenize pieces in a process of its own: `python -m jaxdist.data.tokenizing_worker FOLDER`.
+"""Tokenize pieces in a process of its own: `python -m jaxdist.data.tokenizing.worker FOLDER`.
 
 Their numbers come from standard input, a line each.
 It writes a line of JSON on stdout for what it has read, for each piece that is written, and for a reason to refuse the
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TextIO
 
 from jaxdist.config import RequestError
-from jaxdist.data.pieces import Plan
-from jaxdist.data.tokenizing import TOKENIZER, Encoder
+from jaxdist.data.tokenizing.encoder import TOKENIZER, Encoder
+from jaxdist.data.tokenizing.pieces import Plan
 from jaxdist.files.json_files import LARGEST_LISTING, read_text
 from jaxdist.huggingface.given_tokenizer import load_tokenizer
 

@@ -69,7 +69,7 @@ class Plan:
     tokenizer: Checksum
     """Of the tokenizer's file, which lies beside the plan."""
     run: str = ""
-    """The run whose processes write the pieces together (`data.sharing`); empty for a process by itself."""
+    """The run whose processes write the pieces together (`data.tokenizing.sharing`); empty for a process by itself."""
 
     @classmethod
     def of(

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
-from jaxdist.data.pieces import ByteCount, Plan
 from jaxdist.data.progress import Pass, Progress
 from jaxdist.data.row_use import usual_uses
-from jaxdist.data.shards import TRAIN, VALIDATION, Shards, open_shards, take_up
-from jaxdist.data.sharing import claim_cores, claimed, forget_claims, run_that_shares, wait_for_others
 from jaxdist.data.sources import Source, Sources, TextFile
 from jaxdist.data.token_cache import empty, open_cache
-from jaxdist.data.tokenizing import PIECES, TOKENIZER, is_written
+from jaxdist.data.tokenizing.encoder import PIECES, TOKENIZER, is_written
+from jaxdist.data.tokenizing.pieces import ByteCount, Plan
+from jaxdist.data.tokenizing.shards import TRAIN, VALIDATION, Shards, open_shards, take_up
+from jaxdist.data.tokenizing.sharing import claim_cores, claimed, forget_claims, run_that_shares, wait_for_others
+from jaxdist.data.tokenizing.workers import core_count, write_pieces
 from jaxdist.data.tokens import Tokens, TokenType
-from jaxdist.data.workers import core_count, write_pieces
 from jaxdist.files import WRONG_CONTENT, checksum, sweep_temporaries, write_whole
 from jaxdist.files.caches import cache_folder
 from jaxdist.files.json_files import LARGEST_LISTING, read_text

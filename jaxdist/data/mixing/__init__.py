@@ -1,0 +1,1 @@
+"""Several sources, mixed by weight."""

@@ -1,0 +1,1 @@
+"""What `data.path` names: files, folders, patterns, lists, and what is refused by name."""
