@@ -83,7 +83,9 @@ def test_who_cannot_join_is_told_so_and_not_started_again(program, fragment):
 
 
 def test_an_interrupt_ends_all():
-    first, second = ended("if me == 0: os.kill(os.getpid(), signal.SIGINT)" + WAITS, 85)
+    # A shell starts what runs in its background with the signal ignored.
+    listens = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    first, second = ended(f"{listens}if me == 0: os.kill(os.getpid(), signal.SIGINT)" + WAITS, 85)
     assert re.fullmatch(r"\[\S+ process 0\] interrupted\n", first)
     assert "ended because process 0 was interrupted" in second
 

@@ -46,7 +46,9 @@ class Kept:
 def saving(kept: Kept) -> SavePolicy:
     """What a run has that begins, or resumes, now."""
     same = lambda state: state
-    task = SimpleNamespace(baseline=lambda: 5.0, baseline_name="unigrams", unit="token", fingerprint="0")
+    task = SimpleNamespace(
+        baseline=lambda: 5.0, baseline_name="unigrams", unit="token", fingerprint="0", facts=lambda: {}
+    )
     step = SimpleNamespace(late=0, resume=same, logical=same)
     mesh = make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
     engine = SimpleNamespace(abstract_logical=lambda: STATE)
