@@ -282,7 +282,7 @@ class Parallel:
             return engine.differentiate(state, self._batches.micro_batches(rows))
 
     def update(self, state: TrainState, gradients: Gradients, **extra: Any) -> tuple[TrainState, Metrics]:
-        """Take a step with what `gradients` returned: the second half of a step, with its bits. `state` is donated.
+        """Take a step with what `gradients` returned: the second half of a step. `state` is donated.
 
         `gradients._replace(grads=tree)` has others, such as sums of those of several losses. `extra` are further
         arguments of the optimizer's update, arrays and functions, such as `grad` and `value_fn` of a line search; where
