@@ -13,8 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from jaxdist.explain import explain
-from jaxdist.planning.overlap import by_axes, line
 from jaxdist.planning.report import Report
+from jaxdist.programs.overlap import by_axes, line
 from jaxdist.request import load
 
 SMALL = {

@@ -1,12 +1,13 @@
-"""Rates of data: tokenizing beside the library alone and `datasets.map`, rows per CPU second, and what a start reads.
+"""Tokenizing, beside the library alone and `datasets.map`. Rows and starts are measured by `data_rows.py`.
 
-    python benchmarks/data.py [--datasets PYTHON] [--megabytes 48] [--rounds 3] [--shards 16000]
+    python benchmarks/data.py [--datasets PYTHON] [--megabytes 100] [--rounds 2]
 
 PYTHON is an interpreter that has datasets and tokenizers; this one needs neither datasets nor pyarrow. The text is
 Python's standard library as JSON lines, a file a document, in a shuffled order and as often as it takes; the tokenizer
-is a byte-level BPE of 32,768 entries that is trained on it. Each side is a process of its own, and they take turns.
-What is timed is the CPU of all threads and processes, which depends less on other jobs on the machine than the clock:
-of the library its encoding alone, of the others everything from the file on disk to tokens on disk.
+is a byte-level BPE of 32,768 entries that is trained on it. Each side is a process of its own, and they take turns: the
+order of a round is that of the last one reversed. What is timed is the CPU of all threads and processes, which depends
+less on other jobs on the machine than the clock: of the library its encoding alone, of the others everything from the
+file on disk to tokens on disk.
 """
 
 from __future__ import annotations
@@ -20,21 +21,11 @@ import resource
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
 ENTRIES = 32_768
 """Of the tokenizer."""
-
-SEQUENCE = 4096
-"""Tokens of a row."""
-
-BATCH = 64
-"""Rows that are read at a time."""
-
-ROWS = 20_000
-"""Rows that are read in all."""
 
 SIDES = ("library alone", "jaxdist, threads", "jaxdist, processes", "datasets.map")
 
@@ -71,9 +62,8 @@ def jaxdist(folder: Path, processes: bool) -> tuple[float, int]:
     from jaxdist.data.streams import Request
     from jaxdist.data.tokenizing import pieces
 
-    if processes:
-        # A piece is 64 MiB; here the text is smaller than that.
-        pieces.PIECE = (folder / "text.jsonl").stat().st_size // 6 + 1
+    # A piece is 64 MiB; here the text is one of them, or a few for each process.
+    pieces.PIECE = (folder / "text.jsonl").stat().st_size // (6 if processes else 1) + 1
     with tempfile.TemporaryDirectory() as cache:
         os.environ["JAXDIST_CACHE"] = cache
         config = DataConfig(path=str(folder / "text.jsonl"), tokenizer=folder / "tokenizer.json")
@@ -140,10 +130,11 @@ def tokenizing(megabytes: int, rounds: int, datasets: str | None) -> None:
         sides = dict.fromkeys(SIDES, sys.executable)
         sides["datasets.map"] = datasets or ""
         found: dict[str, list[list[float]]] = {name: [] for name, interpreter in sides.items() if interpreter}
-        for _ in range(rounds):
-            for name in found:
+        for number in range(rounds):
+            for name in list(found) if number % 2 == 0 else reversed(found):
                 command = [sides[name], __file__, "--side", name, "--folder", place]
                 found[name].append(json.loads(subprocess.check_output(command).splitlines()[-1]))
+                print(f"round {number + 1}: {name:20} {found[name][-1][0]:8.2f} s of CPU", flush=True)
     print(f"tokenizing {size:.1f} MB, {rounds} rounds; MB per CPU second, and as a share of the library alone")
     for name, runs in found.items():
         rates = [size / seconds for seconds, _ in runs]
@@ -155,91 +146,21 @@ def tokenizing(megabytes: int, rounds: int, datasets: str | None) -> None:
         )
 
 
-def rows() -> None:
-    """Print how many tokens a CPU second reads as batches of rows in a shuffled order, of one file and of many."""
-    import numpy as np
-
-    from jaxdist.data.order import global_rows
-    from jaxdist.data.rows import CutRows
-    from jaxdist.data.tokens import Tokens, TokenWriter
-
-    random_ids = np.random.default_rng(0).integers(0, ENTRIES, 1 << 20)
-    with tempfile.TemporaryDirectory() as place:
-        for files in (1, 100):
-            paths = [Path(place) / f"{files}-{number:03}.bin" for number in range(files)]
-            for path in paths:
-                with TokenWriter(path, "uint16") as writer:
-                    for _ in range(200 // files):
-                        writer.write(random_ids)
-            data = CutRows(Tokens.joined([Tokens.open(path, "uint16") for path in paths]), SEQUENCE)
-            began = cpu()
-            for step in range(ROWS // BATCH):
-                data.read(global_rows(0, step, BATCH, data.count))
-            seconds = cpu() - began
-            read = ROWS // BATCH * BATCH
-            print(
-                f"rows of {SEQUENCE} tokens, {files:3} files: {read / seconds:8,.0f} rows and "
-                f"{read * SEQUENCE / seconds / 1e6:5.0f} M tokens per CPU second; batches of {BATCH}"
-            )
-
-
-def bytes_read() -> int:
-    """Return the bytes that this process has read, as Linux counts them."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def start(folder: Path) -> list[float]:
-    """Return the bytes that opening the data reads, and the seconds by the clock and of CPU."""
-    from jaxdist.config import DataConfig
-    from jaxdist.data.corpus import open_corpus
-
-    before = bytes_read(), time.perf_counter(), cpu()
-    corpus = open_corpus(DataConfig(path=str(folder)), ENTRIES, SEQUENCE)
-    corpus.validation.unigram_entropy()
-    return [bytes_read() - before[0], time.perf_counter() - before[1], cpu() - before[2]]
-
-
-def starts(shards: int) -> None:
-    """Print what the first and the second start read of many files of tokens, which are holes on the disk."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place, "shards")
-        folder.mkdir()
-        for number in range(shards):
-            path = folder / f"{number:06}.bin"
-            with path.open("wb") as file:
-                file.truncate(256 << 10)
-            os.utime(path, (1e9, 1e9))
-        environment = {**os.environ, "JAXDIST_CACHE": str(Path(place, "cache"))}
-        for which in ("first", "second"):
-            command = [sys.executable, __file__, "--side", "start", "--folder", str(folder)]
-            output = subprocess.check_output(command, env=environment)
-            count, clock, seconds = json.loads(output.splitlines()[-1])
-            print(
-                f"{which:6} start on {shards:,} files of {shards * 2**18 / 1e9:.1f} GB: {count / 1e6:8,.1f} MB read, "
-                f"{clock:5.1f} s, {seconds:5.1f} s of CPU"
-            )
-
-
 def main() -> None:
-    """Measure all, or one side in a process of its own."""
+    """Measure all sides, or one in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--datasets", metavar="PYTHON")
-    parser.add_argument("--megabytes", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shards", type=int, default=16_000)
+    parser.add_argument("--megabytes", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.side == "start":
-        print(json.dumps(start(asked.folder)))
-    elif asked.side:
+    if asked.side:
         print(json.dumps(side(asked.side, asked.folder)))
     else:
         cores = len(os.sched_getaffinity(0))
         print(f"Python {platform.python_version()}, {cores} cores, load {os.getloadavg()[0]:.1f}")
         tokenizing(asked.megabytes, asked.rounds, asked.datasets)
-        rows()
-        starts(asked.shards)
         print(f"load {os.getloadavg()[0]:.1f}")
 
 

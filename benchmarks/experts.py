@@ -102,12 +102,12 @@ def loads(form: str, factor: float) -> tuple[float, float]:
     run.steps = 1
     with exchanged(form), jax.set_mesh(run.mesh):
         state = run.engine.init()
-        gradients = jax.jit(lambda *arguments: run.forward.gradients(*arguments)[1])
-        found = gradients(state.params, {}, random_work(run), jnp.asarray(0))["blocks"]["mlp"]
+        aux_of = jax.jit(lambda *arguments: run.forward.gradients(*arguments)[-1])
+        aux = aux_of(state.params, {}, random_work(run), jnp.asarray(0))
     tokens = ROWS * SIZES["sequence"]
     even = tokens * SIZES["experts_per_token"] / SIZES["experts"]
-    rounds = found["meter"][:, experts.METERS.index("dispatch_rounds")] / tokens
-    return float(jnp.max(found["balance"]) / even), float(jnp.mean(rounds))
+    rounds = aux["meter"][:, experts.METERS.index("dispatch_rounds")] / tokens
+    return float(jnp.max(aux["load"]) / even), float(jnp.mean(rounds))
 
 
 def compare(width: int, rounds: int) -> None:

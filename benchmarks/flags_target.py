@@ -22,7 +22,7 @@ from jaxdist.cluster import xla_options
 from jaxdist.config import Config
 from jaxdist.explain import explain
 from jaxdist.output.units import size
-from jaxdist.planning.overlap import by_axes
+from jaxdist.programs.overlap import by_axes
 from jaxdist.request import load
 from jaxdist.training import run
 

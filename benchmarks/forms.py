@@ -14,6 +14,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from statistics import median
 from unittest.mock import patch
 
@@ -24,14 +25,15 @@ import jax.numpy as jnp
 from work import EMBED, HEADS, LAYERS, ROWS, SEQUENCE, VOCAB
 
 from jaxdist.bench.measuring import Timed, measure_together
-from jaxdist.models import decoder, layers, projections
+from jaxdist.models import decoder, layers, norms, positions, projections
 from jaxdist.request import load
 from jaxdist.training.run import Run
 
 
-def plain_attention(layout, scores, q, k, v, starts=None):
+def plain_attention(layout, scores, q, k, v, starts=None, sinks=None):
     """Scores of all tokens with all, kept for the backward pass."""
     assert starts is None
+    assert sinks is None
     assert scores.window == 0
     group, sequence = q.shape[2] // k.shape[2], q.shape[1]
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
@@ -40,9 +42,10 @@ def plain_attention(layout, scores, q, k, v, starts=None):
     return jnp.einsum("BNST,BTNH->BSNH", jax.nn.softmax(products).astype(v.dtype), v)
 
 
-def plain_loss(layout, x, table, labels, size):
+def plain_loss(layout, x, table, labels, size, cap):
     """All logits at once, in float32."""
     assert size == table.shape[0]
+    assert not cap
     logits = jnp.einsum("kBSD,VD->kBSV", x, table, preferred_element_type=jnp.float32)
     likely = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], -1)[..., 0]
     return -jnp.sum(jnp.where(labels >= 0, likely, 0))
@@ -50,12 +53,12 @@ def plain_loss(layout, x, table, labels, size):
 
 def plain_rotary(x, frequencies, starts=None, factor=1.0):
     """The turn itself, which autodiff turns back."""
-    return layers._turn(x, frequencies, factor, starts, 1)
+    return positions._turn(x, frequencies, factor, starts, 1)
 
 
 def unwrapped(*names: str) -> list[tuple[object, str, Callable]]:
     """Without `recomputed`: what autodiff wants to keep is kept."""
-    return [(layers, name, getattr(layers, name).__wrapped__) for name in names]
+    return [(norms, name, getattr(norms, name).__wrapped__) for name in names]
 
 
 def not_recomputing(kind: type, name: str) -> tuple[object, str, Callable]:
@@ -69,6 +72,8 @@ def not_recomputing(kind: type, name: str) -> tuple[object, str, Callable]:
     return kind, name, call
 
 
+PLAIN_ACTIVATIONS = {"gelu": partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu}
+
 FORMS: dict[str, list[tuple[object, str, Callable]]] = {
     "none": [],
     "attention": [(layers, "causal_attention", plain_attention)],
@@ -76,7 +81,7 @@ FORMS: dict[str, list[tuple[object, str, Callable]]] = {
     "norms": unwrapped("_layer_norm", "_rms_norm"),
     "MLP": [
         not_recomputing(projections.Row, "after"),
-        (layers, "gelu", lambda x: jax.nn.gelu(x, approximate=True)),
+        (layers, "activation_of", lambda config: PLAIN_ACTIVATIONS[config.traits.activation]),
     ],
     "rotary positions": [(layers, "rotary", plain_rotary)],
     "columns": [not_recomputing(projections.Column, "__call__")],

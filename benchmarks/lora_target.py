@@ -1,4 +1,4 @@
-"""What fine-tuning Llama 3.1 8B by LoRA takes on H100s that are not there: bytes held and moved, beside full training.
+"""What fine-tuning Llama 3.1 8B by LoRA takes on GPUs that are not there: bytes held and moved, beside full training.
 
     python benchmarks/lora_target.py [--out RESULTS.txt] [ROW ...]
 
@@ -24,20 +24,24 @@ ROWS = [
     ("llama31_8b", 8, EIGHT),
     ("llama31_8b", 1, {**ONE, **ADAPTERS}),
     ("llama31_8b", 1, {**ONE, **ADAPTERS, "model.lora_base": "float32"}),
+    *(
+        ("llama31_8b", 1, {**ONE, **ADAPTERS, "model.lora_base": base, "model.sequence": "2048"}, "rtx4090")
+        for base in ("bfloat16", "int8", "nf4")
+    ),
 ]
-"""Adapters of all seven weights; `mixed`, as the file has it; a row of 4096 tokens for each device."""
+"""Adapters of all seven weights; `mixed`, as the file has it; a row of 4096 tokens an H100, 2048 an RTX 4090."""
 
 GIB = 2**30
 
 
-def row(name: str, count: int, overrides: dict[str, str]) -> list[str]:
+def row(name: str, count: int, overrides: dict[str, str], target: str = "h100") -> list[str]:
     """Compile a row, and describe it in lines."""
-    report = explain(load(name, overrides), "h100")
+    report = explain(load(name, overrides), target)
     program = report.program
     asked = " ".join(f"{knob}={value}" for knob, value in overrides.items())
     temporary = report.memory.total - report.memory.arguments
     return [
-        f"{name} {count} x h100 {asked} (jax {program.jax}, compiled in {program.compile_seconds:.0f} s)",
+        f"{name} {count} x {target} {asked} (jax {program.jax}, compiled in {program.compile_seconds:.0f} s)",
         f"    arguments {program.argument_bytes:,} bytes, predicted {report.memory.arguments:,}",
         f"    temporary {program.temporary_bytes / GIB:.2f} GiB, predicted {temporary / GIB:.2f}",
         f"    peak {program.peak_bytes / GIB:.2f} of {report.gpu.memory / GIB:.1f} GiB: {report.too_large or 'fits'}",

@@ -1,10 +1,10 @@
-"""Published rows against the forms of `tests.planning.theory`, by source, and published times against ours.
+"""Published rows against the forms of `tests.planning.theory`, by source.
 
-    python -m benchmarks.planning [times]
+    python -m benchmarks.planning
     python -m benchmarks.planning alternatives results_intra_ablation_ref.tsv
 
-from the root of the repository: `tests/planning/judges.py` says which form judges which rows, `step_tables.py` which
-times are predicted; the tests hold both. `alternatives` are ways to split one model: `tests/planning/alternatives.py`
+from the root of the repository: `tests/planning/judges.py` says which form judges which rows; the tests hold them.
+`scripts/fit_planner.py` judges times. `alternatives` are ways to split one model: `tests/planning/alternatives.py`
 says whose file that is.
 """
 
@@ -17,17 +17,14 @@ from itertools import groupby
 from pathlib import Path
 from statistics import mean
 
-from tests.planning import step_tables
 from tests.planning.alternatives import AUTO, GROUPS, RULES, WAYS, Way, by_rule, chosen
 from tests.planning.judges import Verdict, all_verdicts
 from tests.planning.published import NOT_JUDGED, rows
-from tests.planning.step_tables import TABLES, groups, pairs
+from tests.planning.step_tables import TABLES
 
 
 def main() -> None:
     match sys.argv[1:]:
-        case ["times"]:
-            times()
         case ["alternatives", file]:
             alternatives(Path(file))
         case _:
@@ -76,59 +73,6 @@ def not_judged() -> None:
         for entry in entries:
             metrics = ", ".join(dict.fromkeys(row.metric for row in rows() if entry.has(row)))
             print(f"  {entry.count:>3}  {entry.source}: {metrics}")
-
-
-def times() -> None:
-    by_table()
-    choices()
-    between_meshes()
-    by_row()
-
-
-def by_table() -> None:
-    print(f"{sum(table.count for table in TABLES)} published times: predicted over measured; errors are means of sizes")
-    print("own: of jaxdist's own step; judged: with what the program does otherwise; after: with one factor a table\n")
-    print(f"{'table':<38}{'rows':>5}{'own':>7}{'judged':>8}{'error':>8}{'within 20 %':>13}{'factor':>8}{'after':>8}")
-    for table in TABLES:
-        held = sum(abs(one.ratio - 1) <= 0.2 for one in table.timed)
-        whole = table.predict is step_tables.whole
-        own = mean(step_tables.plain(one.row) / one.measured for one in table.timed) if whole else None
-        print(
-            f"{table.full_title:<38}{len(table.timed):>5}{'-' if own is None else f'{own:.2f}':>7}{table.ratio:>8.2f}"
-            f"{table.error:>8.1%}{held:>13}{table.scalar:>8.2f}{table.error_after:>8.1%}"
-        )
-
-
-def choices() -> None:
-    print("\nof 4 and more rows with one model and number of devices, the one predicted to be the fastest, by tokens a")
-    print(
-        "second: how much slower than the best it is, and one drawn at random in the mean; all are fully sharded only\n"
-    )
-    print(f"{'group':<38}{'rows':>5}{'chosen':>9}{'random':>9}")
-    for group in groups():
-        print(f"{group.name:<38}{len(group.timed):>5}{group.ours:>9.1%}{group.random:>9.1%}")
-
-
-def between_meshes() -> None:
-    print("\ntwo meshes for one model, number of devices and batch, in s: ZeRO 3 over all of them, and Megatron's\n")
-    print(
-        f"{'pair':<20}{'ZeRO 3 predicted':>18}{'measured':>10}{'Megatron predicted':>20}{'measured':>10}{'regret':>9}"
-    )
-    for pair in pairs():
-        one, other = pair.sharded, pair.megatron
-        print(
-            f"{pair.name:<20}{one.predicted:>18.1f}{one.measured:>10.1f}{other.predicted:>20.1f}{other.measured:>10.1f}"
-            f"{pair.regret:>9.0%}"
-        )
-
-
-def by_row() -> None:
-    for table in TABLES:
-        print(f"\n{table.full_title}" + (f"; failing: {table.why}" if table.why else ""))
-        for one in table.timed:
-            told = f"{one.name}, recomputed {one.row.remat}"
-            failed = "  more than 20 % off" if one.name in table.failing else ""
-            print(f"  {told:<58}{one.predicted:>10.4g} s{one.measured:>10.4g} s{one.ratio:>7.2f}{failed}")
 
 
 def alternatives(file: Path) -> None:

@@ -7,6 +7,7 @@ jaxdist nor jax, and runs by its path. Weights that are given have jaxdist's nam
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
@@ -18,6 +19,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+ATTENTION = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
+"""Name of a form of attention -> that of PyTorch's kernel, without which it fails instead of taking another."""
 
 CHUNK = 8192
 """Tokens whose logits exist at a time."""
@@ -185,13 +189,25 @@ class Training:
                 torch._foreach_copy_(self.parameters, self.masters)
 
 
-def measured(options: SimpleNamespace, rows: int) -> dict:
+def attention_of(name: str):
+    """Return the context in which scaled_dot_product_attention has this form alone; "any" leaves it to PyTorch."""
+    if name not in ATTENTION:
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(getattr(SDPBackend, ATTENTION[name]))
+
+
+def measured(options: SimpleNamespace, rows: int, phase) -> dict:
     """Train for warm-up and measured steps with this number of rows, and return times, memory and losses."""
     cuda = torch.cuda.is_available()
+    phase(f"starting with {rows} rows")
     training = Training(options, rows, "cuda" if cuda else "cpu")
     seconds = []
     losses = []
-    for _ in range(options.warmup + options.repeats):
+    for number in range(options.warmup + options.repeats):
+        if number in (0, options.warmup):
+            phase("measuring" if number == options.warmup else "compiling and warming up")
         # Kernels run asynchronously, so wait for them before the clock is read.
         if cuda:
             torch.cuda.synchronize()
@@ -207,6 +223,7 @@ def measured(options: SimpleNamespace, rows: int) -> dict:
         "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "compiled": options.compile,
+        "attention": options.attention,
         "rows": rows,
         "first_step_seconds": seconds[0],
         "step_seconds": median,
@@ -218,12 +235,13 @@ def measured(options: SimpleNamespace, rows: int) -> dict:
     }
 
 
-def fitting(options: SimpleNamespace) -> dict:
+def fitting(options: SimpleNamespace, phase) -> dict:
     """Measure with the requested rows; halve them while memory runs out."""
     rows = options.rows
     while True:
         try:
-            return measured(options, rows)
+            with attention_of(options.attention):
+                return measured(options, rows, phase)
         except torch.OutOfMemoryError:
             if rows == 1:
                 raise
@@ -235,9 +253,14 @@ def fitting(options: SimpleNamespace) -> dict:
 
 
 def main(question: str, answer: str) -> None:
-    """Read the question, measure, and write the answer."""
-    options = SimpleNamespace(**json.loads(Path(question).read_text()))
-    Path(answer).write_text(json.dumps({"value": fitting(options)}))
+    """Read the question, measure, and write the answer; beside it, the phases."""
+    options = SimpleNamespace(**{"attention": "any", **json.loads(Path(question).read_text())})
+
+    def phase(name: str) -> None:
+        with open(f"{answer}.phases", "a") as file:
+            file.write(f"{time.time()} {name}\n")
+
+    Path(answer).write_text(json.dumps({"value": fitting(options, phase)}))
 
 
 if __name__ == "__main__":

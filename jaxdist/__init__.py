@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxdist.api import STOPPED, Parallel, join, parallelize, scan, stack, staged
+    from jaxdist.api.fit import fit
 
-__all__ = ["STOPPED", "Parallel", "join", "parallelize", "scan", "stack", "staged"]
+__all__ = ["STOPPED", "Parallel", "fit", "join", "parallelize", "scan", "stack", "staged"]
 __version__ = "0.1.0"
 
 
@@ -28,6 +29,11 @@ def __getattr__(name: str) -> object:
     """Import the library when it is asked for, so that `--help` of a command needs no jax."""
     if name not in __all__:
         raise AttributeError(f"module 'jaxdist' has no attribute '{name}'")
+    if name == "fit":
+        # It imports the loop of train, which who only calls `parallelize` does not need.
+        from jaxdist.api.fit import fit
+
+        return fit
     from jaxdist import api
 
     return getattr(api, name)

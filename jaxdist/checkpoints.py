@@ -15,6 +15,7 @@ from jaxdist.config.values import Checkpoint, FileName, WeightDtype
 from jaxdist.output.units import counted
 from jaxdist.request import Extra, Request, arguments, check_output, check_output_folder, run
 from jaxdist.request.knobs import option
+from jaxdist.request.own_runs import is_of_fit, no_config
 from jaxdist.training.export_target import exporting
 from jaxdist.training.listing import listing, prune
 from jaxdist.training.run_dir import RunFolder
@@ -65,12 +66,14 @@ EXTRAS = [
 def main(argv: list[str] | None = None) -> int:
     """Print the checkpoints of a run, after exporting or pruning them if requested. Return the exit code."""
     knobs = ("checkpoint.keep", "checkpoint.keep_every")
-    request = arguments(argv, "checkpoints", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=knobs)
+    request = arguments(argv, "checkpoints", DESCRIPTION, positional="RUN", extras=EXTRAS, knobs=knobs, of_fit=True)
     check_alone("checkpoints")
     config = request.config
     extras = request.extras
     _check_used(request)
     folder = config.folder
+    if is_of_fit(folder):
+        _check_of_fit(request)
     RunFolder(folder).check_layout()
     result: dict[str, Any] = {"run": str(folder)}
     if extras["dtype"] and not _is_folder(extras["export"]):
@@ -185,6 +188,17 @@ def _check_used(request: Request) -> None:
     if written:
         raise RequestError(
             *(f"{what} has no effect without {needed}; add that, or leave it out" for what, needed in written.items())
+        )
+
+
+def _check_of_fit(request: Request) -> None:
+    """Raise `RequestError` for what the folder of a run of `jaxdist.fit` does not tell."""
+    if request.extras["export"]:
+        raise RequestError(no_config(request.config.folder, "--export"))
+    if request.extras["prune"] and "checkpoint.keep" not in request.overrides:
+        raise RequestError(
+            "--prune cannot know how many checkpoints this run of jaxdist.fit keeps; add --checkpoint.keep, and "
+            "--checkpoint.keep_every if the script gives checkpoint_keep_every"
         )
 
 

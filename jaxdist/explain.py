@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from jaxdist.mesh.split import Split
     from jaxdist.planning.clusters import Cluster
-    from jaxdist.planning.cross_compile import Lower
     from jaxdist.planning.report import Report
+    from jaxdist.programs.cross_compile import Lower
 
 DESCRIPTION = (
     "Compile the train step of a configuration, and report the bytes that every device holds, the collectives of the "
@@ -31,7 +31,7 @@ DESCRIPTION = (
 )
 ReportT = TypeVar("ReportT", bound="Report")
 
-KNOBS = (*STEP_KNOBS, "init_from", "train.local_steps")
+KNOBS = (*STEP_KNOBS, "init_from", "train.local_steps", "train.objective")
 TargetName = Annotated[str, Suggested(GPUS)]
 ClusterName = Annotated[FileName, Suggested(PRESETS)]
 EXTRAS = [
@@ -85,7 +85,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
     from jaxdist.mesh.split import Split
     from jaxdist.planning import clusters
     from jaxdist.planning.report import OuterReport, Report, of_local_step
-    from jaxdist.planning.target import gpu_of
+    from jaxdist.programs.target import gpu_of
     from jaxdist.request import check_mesh_fits
     from jaxdist.training.rounds import lower_local_step, lower_outer_step
     from jaxdist.training.run import lower_step
@@ -135,9 +135,10 @@ def _compiled(
     from jaxdist.mesh import AXES, abstract_mesh
     from jaxdist.models.attention import AttentionCall
     from jaxdist.planning import clusters
-    from jaxdist.planning.cross_compile import compile_apart
     from jaxdist.planning.sharded_model import ShardedModel
-    from jaxdist.planning.target import gpu_of
+    from jaxdist.programs.cross_compile import compile_apart
+    from jaxdist.programs.target import gpu_of
+    from jaxdist.programs.target import hosts as hosts_of
     from jaxdist.sharding import Layout
 
     gpu = gpu_of(target) if target else None
@@ -145,17 +146,20 @@ def _compiled(
     config = split.config
     layout = Layout.of(split, mesh, gpu or CPU)
     program = compile_apart(lower, target, count)
+    notes = []
     if target:
         # Neighbours in the mesh share a host, as in a run.
         hosts = where or clusters.of_gpu(target)
         per_host = hosts.per_host if hosts else count
         host_of = [number // per_host for number in numbers.ravel().tolist()]
+        if hosts and not hosts.fills_hosts(count):
+            number, each = hosts_of(target, count)
+            notes.append(f"{count} devices do not fill hosts of {per_host}: compiled as {number} hosts of {each}")
     else:
         host_of = [0] * mesh.size
     sequence = bool(layout.sequence_parallel)
     across = across_hosts(mesh, host_of)
     options = xla_options.options(layout.platform, mesh.size, across, sequence, split.sends_several)
-    notes = []
     if options:
         notes.append(f"compiled with {xla_options.as_flags(options)}, as train does")
     model = config.model

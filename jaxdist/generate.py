@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jaxdist.cluster.process_env import find
 from jaxdist.config import RequestError
@@ -36,6 +36,7 @@ from jaxdist.weights.source import stored_at
 
 if TYPE_CHECKING:
     from jaxdist.cluster.job import Job
+    from jaxdist.huggingface.chat_template import ChatTemplate
     from jaxdist.training.continuation import Continuation
     from jaxdist.training.generation import Prompter, Writer
 
@@ -50,6 +51,12 @@ EXTRAS = [
     Extra("prompts", None, "File of texts to continue, one a line; of a .jsonl, the prompt of each line.", FilePath),
     Extra("chat", False, "Answer the prompt, written as the run's chat template says, and print the answer alone."),
     Extra("system", None, "With --chat: the system message, which says how to answer.", Prompt),
+    Extra(
+        "thinking",
+        "template",
+        "With --chat: whether to think first, of templates that have enable_thinking; template: as it does.",
+        Literal["template", "on", "off"],
+    ),
     Extra("tokens", 100, "Tokens to generate, at most.", Tokens),
     Extra("samples", 1, "Texts to generate for each prompt.", Samples),
     Extra("stop", None, "Words before which a text ends; several as a JSON list.", StopTexts),
@@ -122,7 +129,8 @@ def generate(request: Request, texts: Sequence[str] | None, draws: Sampling, job
     template = read_chat_template(config.folder) if extras["chat"] else None
     stops = () if extras["stop"] is None else stop_texts(extras["stop"])
     ending = Ending(extras["tokens"], config.model.sequence, special.stops, stops)
-    prompter = Prompter(tokenizer, special, ending, template, extras["system"])
+    variables = _thinking(template, extras["thinking"])
+    prompter = Prompter(tokenizer, special, ending, template, extras["system"], variables)
     # Before the weights are read, which takes longer.
     prompts = [prompter.of_text(text) for text in texts or []]
     # A template may write the time of day.
@@ -147,6 +155,19 @@ def generate(request: Request, texts: Sequence[str] | None, draws: Sampling, job
     else:
         # An answer is printed alone, and a continuation behind the text that it continues.
         print_texts(writer, [""] * len(begun) if template else begun, found, job.env.leader)
+
+
+def _thinking(template: ChatTemplate | None, asked: str) -> dict[str, bool]:
+    """Return the variable that tells a template what --thinking asks. Raises `RequestError` if it has none."""
+    from jaxdist.huggingface.chat_template import THINKING
+
+    if template is None or asked == "template":
+        return {}
+    if not template.asks_to_think:
+        raise RequestError(
+            f"--thinking is {asked}, but the chat template of '{template.folder}' has no {THINKING}; leave it out"
+        )
+    return {THINKING: asked == "on"}
 
 
 def print_texts(writer: Writer, begun: Sequence[str], found: Sequence[Continuation], leader: bool) -> None:

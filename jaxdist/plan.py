@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator
 
 from jaxdist.cluster.process_env import check_alone
-from jaxdist.config import RequestError
-from jaxdist.config.values import MOST_DEVICES, Devices, FileName, Suggested
+from jaxdist.config import Config, RequestError
+from jaxdist.config.values import MOST_DEVICES, Devices, FileName, NonNegative, Suggested
 from jaxdist.files import write_whole
 from jaxdist.mesh import crossing, fill, parse_mesh
 from jaxdist.planning.hardware import PRESETS
-from jaxdist.request import DEFAULT, Extra, arguments, check_output, check_picture, load, run, to_toml
+from jaxdist.request import DEFAULT, SHIPPED, Extra, arguments, check_output, check_picture, load, run, to_toml
+from jaxdist.request.measured import measured_steps
 from jaxdist.request.numbers import as_list, numbers
+from jaxdist.request.reading import read
 from jaxdist.weights.named import check_described
 
 if TYPE_CHECKING:
@@ -30,7 +33,15 @@ DESCRIPTION = (
 Counts = Annotated[str, AfterValidator(numbers("numbers of devices", 1, MOST_DEVICES, "16,32,64"))]
 ClusterName = Annotated[FileName, Suggested(PRESETS)]
 
-KNOBS = ("precision", "init_from", "model", "optimizer", "train.global_batch_size", *crossing.KNOBS)
+KNOBS = (
+    "precision",
+    "init_from",
+    "model",
+    "optimizer",
+    "train.global_batch_size",
+    "train.objective",
+    *crossing.KNOBS,
+)
 """The knobs that a plan reads. What crosses the replicas changes the loss: a search takes it as given."""
 
 EXTRAS = [
@@ -39,7 +50,15 @@ EXTRAS = [
     Extra("why_not", "", "Explain why this mesh, such as 64x1x1, is not the first."),
     Extra("why", False, "Show the formula and the transfers behind each figure of the first."),
     Extra("trade_off", False, "Show what each axis alone would send, and how long devices would wait."),
-    Extra("compare", "", "Also plan for these numbers of devices, such as 16,32,64: throughput, efficiency.", Counts),
+    Extra("compare", "", "Also plan for these numbers of devices, such as 16,32,64: time, efficiency, cost.", Counts),
+    Extra("tokens", 0.0, "Tokens to train on, such as 2e12; 0: 20 for each parameter.", NonNegative),
+    Extra("deadline", 0.0, "Days for these tokens: find the number of devices, in place of --devices.", NonNegative),
+    Extra("price", 0.0, "Price of an hour of a device: also show what a run costs.", NonNegative),
+    Extra("largest", False, "Plan for the largest shipped model that fits, and trains within --deadline."),
+    Extra("spare", False, "Also plan for one host fewer, as after the loss of one."),
+    Extra("network", False, "Also plan for slower networks between the hosts."),
+    Extra("fit", "", "Fit the cluster to your own steps first: metrics.jsonl of runs, bench step --json.", many=True),
+    Extra("fit_out", "", "Write the cluster that --fit has found into this TOML file, for --cluster.", FileName),
     Extra(
         "picture", "", "Plot time, memory and --compare into this PNG file, a pipeline's timeline beside it.", FileName
     ),
@@ -59,29 +78,47 @@ def main(argv: list[str] | None = None) -> int:
         check_picture(extras["picture"], "plan.png")
         check_output("picture", timeline_beside(Path(extras["picture"])), "plan.png")
     check_output("--save", extras["save"], "plan.toml")
+    check_output("--fit-out", extras["fit_out"], "here.toml")
+    if extras["fit_out"] and not extras["fit"]:
+        raise RequestError(
+            f"--fit-out '{extras['fit_out']}' writes what --fit has found in steps; name files of steps with --fit, "
+            "or leave it out"
+        )
+    steps = measured_steps(extras["fit"].splitlines()) if extras["fit"] else []
 
     # These import jax, which takes seconds: wrong options are reported before.
     from jaxdist.planning.clusters import cluster
-    from jaxdist.planning.search import slow_link, text
+    from jaxdist.planning.search import refit, slow_link, text
     from jaxdist.planning.search.plan import search
-    from jaxdist.planning.search.questions import scaling, why_not
+    from jaxdist.planning.search.questions import why_not
+    from jaxdist.planning.search.sizing_text import Answers, Job, Question, find, run_line
 
     if extras["why_not"]:
         check_why_not(extras["why_not"], extras["devices"])
     where = cluster(extras["cluster"])
+    fitted = refit.refit(where, steps) if steps else None
+    if fitted:
+        where = fitted.cluster
+    if fitted and extras["fit_out"]:
+        write_whole(Path(extras["fit_out"]), refit.file_text(fitted, base_of(extras["cluster"])))
+    question = Question(
+        **{name: extras[name] for name in ("tokens", "price", "deadline", "spare", "network")},
+        compare=as_list(extras["compare"]) if extras["compare"] else (),
+    )
     name = request.positional or str(request.config.init_from or DEFAULT)
-    base = load(name, {}, knobs=KNOBS)
-    plan = search(request.config, extras["devices"], where)
+    models = shipped_models(request.overrides) if extras["largest"] else {}
+    job = find(Job(name, request.config, extras["devices"]), question, models, where)
+    base = load(job.name, {}, knobs=KNOBS)
+    plan = search(job.config, job.devices, where)
     slow_link.check_replicas(plan)
-    more = []
-    if extras["compare"]:
-        more = scaling(request.config, as_list(extras["compare"]), where)
+    answers = Answers.of(plan, question, job)
     reason = ""
     if extras["why_not"]:
         reason = why_not(plan, extras["why_not"])
 
     if extras["json"]:
-        print(json.dumps(text.json(plan, base, more, reason)))
+        found = text.json(plan, base, answers.json(partial(text.json_or_reason, base=base)), reason)
+        print(json.dumps({"fit": refit.as_json(fitted) if fitted else None, **found}))
     else:
         sections: list[Iterable[str]] = []
         if reason:
@@ -90,19 +127,36 @@ def main(argv: list[str] | None = None) -> int:
             sections.append(text.why(plan))
         if extras["trade_off"]:
             sections.append(text.trade_off(plan))
-        if more:
-            sections.append(text.compared(more))
+        sections += answers.sections()
         changed = slow_link.sentence(plan)
-        if not sections:
-            sections.append(text.lines(plan, name, base))
+        if not sections or job.found:
+            run = run_line(plan, answers.run) if answers.run else ""
+            sections.append(text.lines(plan, job.name, base, run, extras["cluster"]))
         elif changed:
             sections.append([changed])
+        if fitted:
+            sections.insert(0, refit.lines(fitted))
         print("\n\n".join("\n".join(lines) for lines in sections))
     if extras["picture"]:
-        _draw(plan, more, Path(extras["picture"]))
+        _draw(plan, answers.compared, Path(extras["picture"]))
     if extras["save"]:
         write_whole(Path(extras["save"]), to_toml(plan.ranked[0].config))
     return 0
+
+
+def shipped_models(overrides: Mapping[str, str]) -> dict[str, Config]:
+    """Return the shipped models of text that are possible with these options, by name."""
+    found = {}
+    for name in SHIPPED:
+        config, problems = read(name, overrides, knobs=KNOBS)
+        if not problems and not config.model.images:
+            found[name] = config
+    return found
+
+
+def base_of(name: str) -> str:
+    """Return a cluster as a file names its base: a file by its whole path."""
+    return name if name in PRESETS else str(Path(name).resolve())
 
 
 def check_why_not(mesh: str, devices: int) -> None:
@@ -113,7 +167,7 @@ def check_why_not(mesh: str, devices: int) -> None:
         raise RequestError(*(f"--why-not: {problem}" for problem in error.problems)) from None
 
 
-def _draw(plan: Plan, more: list[tuple[int, Estimate | str]], path: Path) -> None:
+def _draw(plan: Plan, more: Sequence[tuple[int, Estimate | str]], path: Path) -> None:
     from jaxdist.planning.search.picture import draw, draw_timeline
 
     draw(plan, more, path)

@@ -54,9 +54,9 @@ STEERED = "steered"
 STAGES = "stages"
 """The logical axis of the dim that stacks the stages of a pipeline."""
 
-SHARED = {"head_norm": "heads", "rank_of_heads": "heads", "rank_of_mlp": "mlp"}
-"""The logical axes of parameters that are alike along another one: all heads have the same scale of a norm, and all
-parts of an adapted weight share one half of its adapter."""
+SHARED = {"head_norm": "heads", "activation": "mlp", "rank_of_heads": "heads", "rank_of_mlp": "mlp"}
+"""The logical axes of parameters that are alike along another one: all heads have the same scale of a norm, all values
+of an MLP the same numbers of its activation, and all parts of an adapted weight share one half of its adapter."""
 
 LETTERS = dict(
     B=BATCH,
@@ -93,6 +93,12 @@ class Weighted(NamedTuple):
     def mean(self) -> Float[Array, ""]:
         """The total over the weight; the total itself where the weight is zero."""
         return self.total / jnp.where(self.weight == 0, 1, self.weight).astype(self.total.dtype)
+
+
+class OfRows(NamedTuple):
+    """Arrays with the rows of a batch: those of devices and micro-batches are put together, where sums are added up."""
+
+    arrays: Tree
 
 
 LogicalAxes = tuple[str | None, ...]
@@ -185,6 +191,11 @@ class Layout:
         axes = tuple((name, size) for name, size in self.axes if name != axis)
         rules = tuple((name, tuple(one for one in split if one != axis)) for name, split in self.rules)
         return replace(self, axes=axes, rules=rules)
+
+    @property
+    def compute_capability(self) -> str:
+        """The compute capability as JAX writes it, such as `9.0`: a layout stands for one of its devices in `on`."""
+        return ".".join(map(str, self.capability))
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -13,8 +13,10 @@ from jaxdist.config.values import Suggested
 from jaxdist.mesh import AUTO
 from jaxdist.output.streams import LogFile
 from jaxdist.planning.hardware import GPUS
+from jaxdist.process.exit_codes import DONE, REFUSED
 from jaxdist.request import Enough, Extra, arguments, run
-from jaxdist.request.unused import Known, notes
+from jaxdist.request.conditions import Known
+from jaxdist.request.unused import notes
 
 DESCRIPTION = (
     "Train a language model on a mesh of devices. CONFIG is a TOML file or the name of a shipped one; without it, "
@@ -22,20 +24,25 @@ DESCRIPTION = (
 )
 TargetName = Annotated[str, Suggested(GPUS)]
 EXTRAS = [
+    Extra("verify", False, "Compare a step on the mesh with the same step on one device, and exit: with 0 if equal."),
     Extra("dry_run", False, "Print the summary, with the layout of every parameter, and exit without training."),
     Extra("target", "", f"With --dry-run: a GPU to assume, present or not: {', '.join(GPUS)}.", TargetName),
 ]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, or with --dry-run print the summary. Return the exit code."""
+    """Train, or do what --dry-run or --verify asks for instead. Return the exit code."""
     request = arguments(argv, "train", DESCRIPTION, extras=EXTRAS)
     config = request.config
     target = request.extras["target"]
     if request.extras["dry_run"]:
+        if request.extras["verify"]:
+            raise RequestError("--verify takes a step, and --dry-run computes nothing; leave one of them out")
         return dry_run(config, target, request.notes)
     if target:
         raise RequestError(f"--target {target} is valid with --dry-run only: a run uses the devices of its machine")
+    if request.extras["verify"]:
+        return verify(config)
 
     from jaxdist.training.entering import enter
     from jaxdist.training.run_dir import RunFolder
@@ -55,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         from jaxdist.cluster.consensus import leader_first
         from jaxdist.files.caches import programs_folder
         from jaxdist.training.run import Run
-        from jaxdist.training.trainer import train
+        from jaxdist.training.train_run import train
 
         if not place.alone:
             # Only the leader reports why the folder cannot be used.
@@ -66,6 +73,26 @@ def main(argv: list[str] | None = None) -> int:
                 say(f"note        {note}", job.log)
         config = choose_mesh(config, job.log)
         return job.end(train(Run(config), folder, job))
+
+
+def verify(config: Config) -> int:
+    """Compare a step on the mesh with the same on one device, and print what differs. Nothing is written."""
+    from jaxdist.weights.source import source_of
+
+    place = find(config.cluster)
+    config = source_of(config.init_from).inherit(config.model_copy(update={"cluster": ClusterConfig()}))
+
+    from jaxdist.cluster.job import Job
+
+    with Job(place, config, enough=Enough(config)) as job:
+        from jaxdist.training.run import Run
+        from jaxdist.training.verifying_runs import left_out, verify_run
+
+        asked = Run(choose_mesh(config, job.log))
+        found = verify_run(asked, job)
+        if job.env.leader:
+            print("\n".join([*(f"note        {note}" for note in left_out(asked)), str(found)]))
+        return job.end(DONE if found.equal else REFUSED)
 
 
 def choose_mesh(config: Config, log: LogFile) -> Config:
@@ -99,7 +126,7 @@ def dry_run(config: Config, target: str = "", remarks: Sequence[str] = ()) -> in
     if config.mesh == AUTO:
         raise RequestError(f"--dry-run cannot be combined with --mesh {AUTO}; use python -m jaxdist.plan")
 
-    from jaxdist.planning.target import gpu_of
+    from jaxdist.programs.target import gpu_of
     from jaxdist.training.entering import check_beginning
     from jaxdist.training.run_dir import RunFolder
 

@@ -221,8 +221,8 @@ def profile() -> Figure:
 
     from jaxdist.bench.measuring import Timed, ignore, measure_together
     from jaxdist.config import Config
-    from jaxdist.planning.compiled import text_of
-    from jaxdist.planning.trace import COLLECTIVE, Program, kernels, read
+    from jaxdist.programs.compiled import text_of
+    from jaxdist.programs.trace import COLLECTIVE, Program, kernels, read
     from jaxdist.training.profile import begin_trace, newest_trace
     from jaxdist.training.run import Run
 

@@ -5,6 +5,8 @@ import os
 import signal
 from importlib.metadata import version
 
+# Tests start hundreds of programs, each of which would compile the text of the package again: half a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is imported; its CUDA plug-in would look for a GPU
 # Compiling is what most tests do. Machine code that is not optimised takes a third less time, and code for fusions by
 # XLA's older way half of what is left. Code in one piece takes a fifth less CPU time than in pieces for many threads,
@@ -25,7 +27,8 @@ import jax
 import pytest
 
 from jaxdist.process.stop_signals import SIGNALS
-from tests import program_cache, touched
+from jaxdist.programs import cross_compile
+from tests import compile_forks, program_cache, touched
 
 # A collective of a virtual device may hold a thread of XLA until the others come. On a busy machine of 2 cores a step
 # was once seen to wait for ever: more threads than cores, and than devices, cost nothing that could be measured.
@@ -120,6 +123,21 @@ def caches(tmp_path_factory):
         jax.config.update("jax_compilation_cache_dir", str(program_cache.folder()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_workers():
+    """Processes that compile for other devices are forks, but for the tests of `own_process`."""
+    forks = compile_forks.Forks()
+    cross_compile.run_worker = forks.run_worker
+    yield
+    forks.close()
+
+
+@pytest.fixture
+def own_process(monkeypatch):
+    """Let another process be started where one compiles for other devices, as the package does it."""
+    monkeypatch.setattr(cross_compile, "run_worker", compile_forks.started)
 
 
 @pytest.fixture

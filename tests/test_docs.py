@@ -92,7 +92,7 @@ def test_every_page_is_in_the_navigation_and_the_index():
 def names_what_exists(page):
     # A diff names files that it adds.
     text = re.sub(r"^(`{3,})diff\n.*?^\1$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    folders = "tests|jaxdist|docs|benchmarks|examples|scripts|models|training|parallel|planning|cluster"
+    folders = "tests|jaxdist|docs|benchmarks|examples|scripts|models|training|parallel|planning|programs|cluster"
     for path in re.findall(rf"`((?:{folders})/[\w./-]+?)(?:\.normal)?`", text):
         candidates = [ROOT / path, ROOT / "jaxdist" / path, ROOT / f"jaxdist/{path}.py"]
         assert any(candidate.exists() for candidate in candidates), path

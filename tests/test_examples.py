@@ -1,14 +1,16 @@
-"""The same small CNN on one device, with jaxdist, and with torch, as the scripts in `examples/` write it: one loss."""
+"""The scripts in `examples/`: one loss on one device, with jaxdist and with torch; tutorials that do what they say."""
 
 import difflib
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
+import jax
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -21,16 +23,22 @@ needs_digits = pytest.mark.skipif(
 )
 
 
-@cache
-def losses(*command: str) -> list[float]:
+def output(*command: str, without: str = "") -> str:
+    """What a script prints, in an environment that has no flags of XLA, and not the variable `without`."""
     paths = [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | dict(PYTHONPATH=os.pathsep.join(paths), JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1")
-    environment.pop("XLA_FLAGS", None)
+    for name in ("XLA_FLAGS", without):
+        environment.pop(name, None)
     run = subprocess.run(
         [sys.executable, *command], env=environment, cwd=EXAMPLES, capture_output=True, text=True, timeout=240
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    told = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", run.stdout, re.M)]
+    return run.stdout
+
+
+@cache
+def losses(*command: str) -> list[float]:
+    told = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", output(*command), re.M)]
     assert len(told) == STEPS
     return told
 
@@ -112,3 +120,47 @@ def test_torch_on_two_devices_learns_the_same_with_statistics_of_each_device(tor
     own = losses("digits_jaxdist.py", "2x1x1", str(zero), "device")
     assert torch_losses(script, 2) == pytest.approx(own, abs=1e-4)
     assert max(abs(a - b) for a, b in zip(own, losses("digits_one_device.py"), strict=True)) > 1e-3
+
+
+TUTORIALS = {
+    "gan.py": [(r"have the radius (\S+),", 0.9, 1.1), (r"give or take (\S+)$", 0.01, 0.2)],
+    "frozen_backbone.py": [(r"^pretrained: accuracy (\S+) of", 0.97, 1), (r"^its average:  accuracy (\S+)$", 0.95, 1)],
+    "graphs.py": [(r"^of new graphs: accuracy (\S+)$", 0.98, 1)],
+    "annotated_decoder.py": [(r"^step 150  loss (\S+)$", 0, 0.05)],
+}
+"""Of scripts that take one option, `--mesh`: what they print, and between which numbers it lies."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:head.bias, head.kernel are missing")
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_learns_what_it_says(name, monkeypatch, capsys):
+    """In this process: other processes compile anew."""
+    monkeypatch.setattr(sys, "argv", [name])
+    with jax.numpy_rank_promotion("allow"):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    told = capsys.readouterr().out
+    for pattern, least, most in TUTORIALS[name]:
+        (number,) = re.findall(pattern, told, re.M)
+        assert least <= float(number) <= most, told
+    if name == "annotated_decoder.py":
+        assert "kernel of up: P('data', 'model')" in told
+        rows = [[int(word) for word in line.split()] for line in told.splitlines()[-4:]]
+        assert all((row[i + 1] - row[i]) % 32 == (row[1] - row[0]) % 32 for row in rows for i in range(11)), told
+
+
+@pytest.mark.slow
+def test_predictions_and_measures_come_from_the_mesh():
+    """Many steps are dispatched ahead, with as many threads as a user has: on two cores they once hung for ever."""
+    told = output("predict.py", "--mesh", "4x1x1", without="NPROC")
+    assert float(re.search(r"^accuracy (\S+)$", told, re.M)[1]) > 0.98
+    picture = told.splitlines()[-21:]
+    assert {len(line) for line in picture} == {42}
+    assert {*"".join(picture)} == {*".o#"}
+
+
+@pytest.mark.parametrize("name", [*TUTORIALS, "predict.py"])
+def test_a_tutorial_fits_on_a_page_and_says_how_it_is_run(name):
+    lines = (EXAMPLES / name).read_text().splitlines()
+    assert len(lines) <= 80
+    assert lines[2].startswith(f"python examples/{name} --mesh ")

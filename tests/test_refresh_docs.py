@@ -127,17 +127,23 @@ def test_of_an_unstable_text_the_first_line_is_compared(refresh, kind, compared)
 @pytest.mark.slow
 def test_the_guides_show_what_their_commands_print():
     """A cheap set; the whole is run by hand: `python scripts/refresh_docs.py --check`."""
-    check_fast_blocks([ROOT / "docs" / "how-to" / f"{name}.md" for name in CHEAP])
+    check_blocks([ROOT / "docs" / "how-to" / f"{name}.md" for name in CHEAP], "--fast")
+
+
+@pytest.mark.slow
+def test_the_tutorial_of_fine_tuning_shows_what_its_commands_print():
+    """Its measured losses differ from machine to machine; the answers of the tuned model do not."""
+    check_blocks([ROOT / "docs" / "tutorials" / "fine-tune.md"])
 
 
 @pytest.mark.slow
 def test_the_recipes_show_what_a_changed_tree_prints():
     """What a user sees of the addition; the outputs of pytest are in the slow blocks."""
-    check_fast_blocks(RECIPES)
+    check_blocks(RECIPES, "--fast")
 
 
-def check_fast_blocks(pages: list[Path]) -> None:
-    command = [sys.executable, str(SCRIPT), "--check", "--fast", *map(str, pages)]
+def check_blocks(pages: list[Path], *options: str) -> None:
+    command = [sys.executable, str(SCRIPT), "--check", *options, *map(str, pages)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout + run.stderr
 

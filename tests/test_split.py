@@ -12,11 +12,12 @@ from jaxdist.explain import explain
 from jaxdist.mesh import AXES, PIPELINE, _parsed, abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split, own_heads, own_rows, own_tokens, saved_by_layer
 from jaxdist.parallel.pipeline.schedules import make
-from jaxdist.planning import cross_compile, sharded_model
+from jaxdist.planning import sharded_model
 from jaxdist.planning.clusters import cluster
-from jaxdist.planning.cross_compile import Program
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.estimate import estimate
+from jaxdist.programs import cross_compile
+from jaxdist.programs.cross_compile import Program
 from jaxdist.request import check_mesh_fits
 from jaxdist.sharding import SEQUENCE, Layout
 

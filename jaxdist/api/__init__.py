@@ -27,6 +27,7 @@ from jaxdist.api.request import (
     check_ema,
     check_gradients,
     check_no_schedule,
+    check_state,
     check_trained,
     check_values,
     check_whole_rows,
@@ -36,7 +37,6 @@ from jaxdist.api.request import (
     unsplit,
 )
 from jaxdist.api.starting import exported, replaced, sources_of
-from jaxdist.api.verifying import Side, Verification, fits, verify
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.script import check_joined, join
 from jaxdist.config import compute_dtype
@@ -49,15 +49,16 @@ from jaxdist.parallel.foreign import arguments_of, check_optimizer, on_shards
 from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.placement import trained
 from jaxdist.parallel.placing import Wrt, ZeroOptions
-from jaxdist.planning.compiled import text_of
-from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.process.exit_codes import STOPPED
+from jaxdist.programs.compiled import text_of
+from jaxdist.programs.hlo import Collective, collectives
 from jaxdist.sharding import BATCH, Layout, Rules
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.engine import Engine
 from jaxdist.training.forward.module import ModuleForward, Scope
 from jaxdist.training.forward.module_pipeline import ModulePipelineForward, check_request, staged, stages_of_module
 from jaxdist.training.forward.step import Forward, Gradients, Metrics, Step, TrainState
+from jaxdist.training.verifying import Side, Verification, one_device, verify
 
 __all__ = ["STOPPED", "Parallel", "join", "parallelize", "scan", "stack", "staged"]
 
@@ -85,7 +86,8 @@ def parallelize(
     * Any `nnx.Module` (a Linen one through `nnx.bridge.ToNNX`) gets data parallelism over `replica` and `data`, and
       ZeRO 0 to 3. It is made by `model_fn(rngs)`; batch norm, dropout and tied weights work as on one device.
     * A module whose parameters have `axes` in their metadata, a name for each dim, gets tensor parallelism: `rules`
-      maps names to mesh axes, `{"mlp": ("model",)}`. Flax's own annotations (`out_sharding`, `with_partitioning`,
+      maps names to mesh axes, `{"mlp": ("model",)}`; other variables that have them, such as codebooks, are split
+      as well. Flax's own annotations (`out_sharding`, `with_partitioning`,
       `with_logical_partitioning`) are such names too; where they name `model` or `expert`, or Flax has rules for them,
       they need no rule here.
     * A module that offers `embed(batch)`, `blocks` made by `jaxdist.stack`, and `head(x, batch)` gets pipelines, with
@@ -219,7 +221,7 @@ class Parallel:
         self._batches = Batches(engine, accumulation, batch_dims)
         self._takes = takes
         self._on_one_device = on_one_device
-        self._differentiating: dict[LossFunction, Engine] = {}
+        self._differentiating: dict[tuple[LossFunction, bool], Engine] = {}
         self._application = Application(engine, model)
 
     def __repr__(self) -> str:
@@ -266,18 +268,26 @@ class Parallel:
         with jax.set_mesh(self.mesh):
             return self._engine.train(state, self._batches.micro_batches(rows))
 
-    def gradients(self, state: TrainState, batch: Batch, loss_fn: LossFunction | None = None) -> Gradients:
+    def gradients(
+        self, state: TrainState, batch: Batch, loss_fn: LossFunction | None = None, has_aux: bool = False
+    ) -> Gradients:
         """Return loss and gradients of `batch`, over all micro-batches and devices: the first half of a step.
 
         `loss_fn` takes the place of the trainer's, for loops with several losses; give the same function each time.
+        With `has_aux`, as in `jax.grad`, it returns a pair (loss, aux): what a loss function returns otherwise, and a
+        tree of arrays [rows, ...] of the rows that it sees, such as the loss of each row, or logits. `aux` of the
+        result has those of all rows of the batch, in its order and split as it is.
+
         The state stays as it is. Raises `ValueError` for what `step` refuses, and on a mesh with a pipeline for a
         `loss_fn`.
         """
         self._check_state(state)
+        if has_aux and loss_fn is None:
+            raise ValueError("has_aux is true, but no loss_fn is given; give one that returns a pair (loss, aux)")
         rows = self._batches.checked(batch)
         if loss_fn is None and self._mean_check is not None:
             self._mean_check.look(rows)
-        engine = self._engine if loss_fn is None else self._engine_for(loss_fn)
+        engine = self._engine if loss_fn is None else self._engine_for(loss_fn, has_aux)
         with jax.set_mesh(self.mesh):
             return engine.differentiate(state, self._batches.micro_batches(rows))
 
@@ -295,7 +305,7 @@ class Parallel:
         arrays = {name: value for name, value in extra.items() if not callable(value)}
         functions = tuple((name, value) for name, value in extra.items() if callable(value))
         with jax.set_mesh(self.mesh):
-            return self._engine.update(state, gradients, arrays, functions)
+            return self._engine.update(state, gradients._replace(aux=None), arrays, functions)
 
     def verify(self, batch: Batch, seed: int = 0) -> Verification:
         """Take one step on the mesh and the same step on one device, and compare all numbers; `print` the result.
@@ -306,28 +316,35 @@ class Parallel:
         this process, or the host's CPU where the state does not fit. Call it before training: the mesh holds a second
         state meanwhile. Raises `ValueError` for what `step` refuses, but for an optimizer with a line search.
         """
-        device = self._engine.first_device
         with jax.set_mesh(self.mesh):
-            if not fits(device, self._engine.abstract()):
-                device = jax.local_devices(backend="cpu")[0]
+            state = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self._engine.abstract()))
+        # For gradients, and for activations, whose size is not known.
+        other = self._on_one_device(one_device(self._engine, needed=3 * state))
         forward = self._engine.step.forward
         draws = any(jnp.issubdtype(a.dtype, jax.dtypes.prng_key) for a in jax.tree.leaves(self.model.variables))
         hint = ""
         if isinstance(forward, ModuleForward) and forward.scope != "batch" and draws:
             hint = f"under scope '{forward.scope}' each device draws random numbers of its own, as dropout does"
-        other = self._on_one_device(device)
-        sides = Side(self._engine, self._batches), Side(other._engine, other._batches)
-        return verify(*sides, batch, seed, "value_fn" in self._takes, hint)
+        assert isinstance(forward, ModuleForward | ModulePipelineForward)
+        searches = "value_fn" in self._takes
+        return verify(
+            self._side(batch), other._side(batch), jnp.dtype(forward.dtype), seed, searches=searches, hint=hint
+        )
 
-    def _engine_for(self, loss_fn: LossFunction) -> Engine:
+    def _side(self, batch: Batch) -> Side:
+        """Return one side of a comparison: a step with this batch."""
+        return Side(self._engine, lambda: self._batches.micro_batches(self._batches.checked(batch)))
+
+    def _engine_for(self, loss_fn: LossFunction, has_aux: bool) -> Engine:
         """Return the engine whose steps have another loss function."""
         forward = self._engine.step.forward
         if not isinstance(forward, ModuleForward):
             raise ValueError("a pipeline has the loss of jaxdist.staged alone; give gradients no loss_fn")
-        if loss_fn not in self._differentiating:
+        key = loss_fn, has_aux
+        if key not in self._differentiating:
             foreign.check_call("loss_fn", loss_fn, ("module", "batch"))
-            self._differentiating[loss_fn] = self._engine.with_forward(forward.with_loss(loss_fn))
-        return self._differentiating[loss_fn]
+            self._differentiating[key] = self._engine.with_forward(forward.with_loss(loss_fn, has_aux))
+        return self._differentiating[key]
 
     def _check_arguments(self, given: Container[str]) -> None:
         """Raise `ValueError` where the optimizer's update needs other arguments than those that are given."""
@@ -362,9 +379,11 @@ class Parallel:
         them, and so are such results: on one process `jax.device_get` returns them whole. All others lie on every
         device. Compiled once for each function and shapes.
 
-        Raises `ValueError` for a state that was donated or lies on another mesh.
+        Raises `ValueError` for a state that was donated or lies on another mesh, and for what is no function.
         """
         self._check_state(state)
+        if not callable(fn):
+            raise ValueError(f"fn is {type(fn).__name__}; give a function of the module: lambda module, x: module(x)")
         with jax.set_mesh(self.mesh):
             return self._application(fn, self._params(state, ema), state.variables, args, train)
 
@@ -457,28 +476,8 @@ class Parallel:
         return collectives(text_of(self.lower(batch).compile()), self.mesh)
 
     def _check_state(self, state: TrainState) -> None:
-        """Raise `ValueError` for a state that cannot be used here.
-
-        Only the count of steps is looked at: all arrays of a state are donated, and moved, together.
-        """
-        if not isinstance(state, TrainState):
-            raise ValueError(f"state is {type(state).__name__}; give what init, step or restore returned")
-        # A copy in NumPy, or on one device by itself, lies on no mesh.
-        if not isinstance(state.step, jax.Array):
-            raise ValueError(f"this state holds {type(state.step).__name__}; give what init, step or restore returned")
-        if state.step.is_deleted():
-            raise ValueError("this state was donated to a previous step; use the state that it returned")
-        if not isinstance(state.step.sharding, jax.sharding.NamedSharding):
-            raise ValueError(
-                f"this state lies on no mesh, but on {', '.join(sorted(map(str, state.step.devices())))}; give what "
-                f"init, step or restore returned, or put it back by jax.device_put(state, parallel.shardings)"
-            )
-        mesh = state.step.sharding.mesh
-        if mesh != self.mesh:
-            raise ValueError(
-                f"this state lies on the mesh {describe(mesh.shape)}, not on {describe(self.mesh.shape)} or its "
-                f"devices; save it there and restore it here"
-            )
+        """Raise `ValueError` for a state that cannot be used here."""
+        check_state(state, self.mesh)
 
 
 def _synchronize_statistics(scope: Scope, mesh: jax.sharding.Mesh, module: nnx.Module) -> None:

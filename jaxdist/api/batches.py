@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.api.request import Batch, rows_of
+from jaxdist.data.batches import BatchLayout, global_batch
 from jaxdist.output.units import counted
 from jaxdist.parallel.arranged import Arranged, BatchDims, arrange
 from jaxdist.sharding import BATCH, Tree, named
@@ -23,7 +24,7 @@ class Batches:
         """`dims` says which dim of an array counts rows."""
         self._engine = engine
         self._accumulation = accumulation
-        self._dims = dims
+        self.dims = dims
         self._pipelined = engine.step.forward.stages is not None
 
     def checked(self, batch: Batch) -> Arranged:
@@ -40,6 +41,10 @@ class Batches:
                 f"{counted(ranks, 'part')} of the batch; give {near} rows, or change the mesh or accumulation"
             )
         return arranged
+
+    def check_rows(self, batch: Batch) -> None:
+        """Raise `ValueError` for what is no batch of any number of rows."""
+        rows_of(self._arranged(batch).rows)
 
     def micro_batches(self, batch: Arranged) -> Tree:
         """Return a batch, the same in all processes or a global array, as micro-batches [k, B/k, ...] on the mesh."""
@@ -72,6 +77,23 @@ class Batches:
         rows = self._engine.abstract_micro_batches(batch.rows, k)
         return self._for_forward(Arranged(rows, jax.tree.map(repeat, batch.shared)))
 
+    def of_own_rows(self, numbers: np.ndarray, read: Callable[[np.ndarray], Batch]) -> Tree:
+        """Return the rows of these `numbers` as micro-batches, of which each process reads those of its devices alone.
+
+        `read` returns rows as arrays that have them first. Their count divides, as `checked` has found.
+        """
+        engine = self._engine
+        leaves, structure = jax.tree.flatten(read(numbers[:1]))
+        row = {str(place): jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for place, a in enumerate(leaves)}
+        layout = BatchLayout(self._accumulation, engine.mesh, engine.layout)
+
+        def read_leaves(rows: np.ndarray) -> dict[str, np.ndarray]:
+            return dict(zip(row, jax.tree.leaves(read(rows)), strict=True))
+
+        found = global_batch(numbers, layout.abstract(numbers.size, row), read_leaves)
+        rows = jax.tree.unflatten(structure, [found[place] for place in row])
+        return self._for_forward(Arranged(rows, jax.tree.map(lambda a: None, rows)))
+
     def parts(self, batch: Batch) -> Iterator[Tree]:
         """Yield the parts of a batch for an evaluation, each as one micro-batch.
 
@@ -99,14 +121,14 @@ class Batches:
     def _arranged(self, batch: Batch) -> Arranged:
         """Return a batch with its rows first. Raises `ValueError` for what the dims of rows do not fit."""
         leaves = named(batch)
-        for name, dim in self._dims.items():
+        for name, dim in self.dims.items():
             if name not in leaves:
                 raise ValueError(f"batch_dims names {name}, but a batch holds {', '.join(leaves) or 'nothing'}")
             if dim is not None and not 0 <= dim < np.ndim(leaves[name]):
                 raise ValueError(
                     f"batch_dims says that dim {dim} of {name} counts rows, but its shape is {np.shape(leaves[name])}"
                 )
-        arranged = arrange(batch, self._dims)
+        arranged = arrange(batch, self.dims)
         shared = sorted(named(arranged.shared))
         if shared and self._pipelined:
             raise ValueError(f"{shared[0]} of the batch has no rows, which a pipeline needs of every array")

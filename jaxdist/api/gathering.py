@@ -14,24 +14,10 @@ from jaxdist.huggingface.safetensors_file import SPELLED, Tensor, check_room, wr
 from jaxdist.training.engine import Engine
 
 
-def to_host(engine: Engine, a: jax.Array) -> np.ndarray:
-    """Return an array of the mesh, of numbers, in the memory of every process's host.
-
-    Where other processes hold a part of it, this one array is whole on the devices while it is copied.
-    """
-    if not a.is_fully_addressable:
-        return np.asarray(engine.whole(a))
-    whole = np.empty(a.shape, a.dtype)
-    for shard in a.addressable_shards:
-        if shard.replica_id == 0:
-            whole[shard.index] = shard.data
-    return whole
-
-
 def on_host(engine: Engine, a: jax.Array) -> jax.Array | np.ndarray:
     """Return an array of the mesh as one of the host's CPU; a NumPy array where JAX_PLATFORMS leaves the CPU out."""
     is_key = jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)
-    gathered = engine.whole(a) if is_key else to_host(engine, a)
+    gathered = engine.whole(a) if is_key else engine.to_host(a)
     try:
         cpu = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -48,7 +34,7 @@ def write_safetensors(engine: Engine, path: Path, arrays: Mapping[str, jax.Array
         tensors.append(Tensor(name, SPELLED[str(a.dtype)], a.shape))
 
     def content(tensor: Tensor) -> memoryview:
-        return np.ascontiguousarray(to_host(engine, arrays[tensor.name])).reshape(-1).view(np.uint8).data
+        return np.ascontiguousarray(engine.to_host(arrays[tensor.name])).reshape(-1).view(np.uint8).data
 
     if not leader():
         # The leader writes; all take part in gathering.

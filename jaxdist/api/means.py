@@ -59,7 +59,7 @@ class MeanCheck:
             params, part = cast((params, part), self.forward.dtype)
             # As an evaluation: in training batch norm may look across devices, which are not there.
             whole = rejoin(part, self.forward.batch_dims)
-            found, _, _ = self.forward.model.loss(self.forward.loss_fn, params, variables, whole, train=False)
+            found, *_ = self.forward.model.loss(self.forward.loss_fn, params, variables, whole, train=False)
             return found.total if isinstance(found, Weighted) else found
 
         def part_of(a: Any) -> jax.ShapeDtypeStruct:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import nearest
-from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, PARAMETER_AXES, PIPELINE, SEQUENCE_AXES, MeshShape
+from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, PARAMETER_AXES, PIPELINE, SEQUENCE_AXES, MeshShape, describe
 from jaxdist.models import Params, dim_names
 from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import counted, remedy, to
@@ -18,7 +18,7 @@ from jaxdist.parallel.placing import Wrt, group, is_axes
 from jaxdist.planning import layout_notes, parameter_layout
 from jaxdist.sharding import BATCH, LAYERS, STAGES, STEERED, Layout, LogicalAxes, Rules, Tree, name_of, named
 from jaxdist.training.forward.module import Scope
-from jaxdist.training.forward.step import Forward, Gradients
+from jaxdist.training.forward.step import Forward, Gradients, TrainState
 
 Batch = Tree
 """A tree of arrays that share their leading dim, the rows: of NumPy, or global ones of JAX."""
@@ -93,6 +93,31 @@ def check_ema(ema: Any) -> None:
         raise ValueError(f"ema is {ema!r}; give the decay of the average, from 0 to less than 1, such as 0.999")
 
 
+def check_state(state: Any, here: jax.sharding.Mesh) -> None:
+    """Raise `ValueError` for what is no state on the mesh `here`, or no longer.
+
+    Only the count of steps is looked at: all arrays of a state are donated, and moved, together.
+    """
+    if not isinstance(state, TrainState):
+        raise ValueError(f"state is {type(state).__name__}; give what init, step or restore returned")
+    # A copy in NumPy, or on one device by itself, lies on no mesh.
+    if not isinstance(state.step, jax.Array):
+        raise ValueError(f"this state holds {type(state.step).__name__}; give what init, step or restore returned")
+    if state.step.is_deleted():
+        raise ValueError("this state was donated to a previous step; use the state that it returned")
+    if not isinstance(state.step.sharding, jax.sharding.NamedSharding):
+        raise ValueError(
+            f"this state lies on no mesh, but on {', '.join(sorted(map(str, state.step.devices())))}; give what "
+            f"init, step or restore returned, or put it back by jax.device_put(state, parallel.shardings)"
+        )
+    mesh = state.step.sharding.mesh
+    if mesh != here:
+        raise ValueError(
+            f"this state lies on the mesh {describe(mesh.shape)}, not on {describe(here.shape)} or its "
+            f"devices; save it there and restore it here"
+        )
+
+
 def check_gradients(gradients: Any, params: Params) -> None:
     """Raise `ValueError` for what `gradients` has not returned, and for other shapes than those of `params`."""
     if not isinstance(gradients, Gradients):
@@ -142,8 +167,7 @@ def _is_integer(value: Any) -> bool:
 
 def layout_of(mesh: jax.sharding.Mesh, model: Foreign, rules: Rules, scope: Scope) -> Layout:
     """Return the layout of a module on a mesh. Raises `ValueError` where a mesh axis would split nothing."""
-    axes_of_parameters = jax.tree.leaves(model.axes, is_leaf=is_axes)
-    names = {name for axes in axes_of_parameters for name in axes if name}
+    names = {name for _, _, axes in _named_dims(model) for name in axes if name}
     given = rules
     rules = model.annotations.completed(rules)
     if BATCH in {*names, *rules}:
@@ -187,18 +211,24 @@ def unruled(layout: Layout, model: Foreign, rules: Rules) -> str:
     if axis is None:
         return ""
     sizes: dict[str, set[int]] = {}
-    axes_of_parameters = jax.tree.leaves(model.axes, is_leaf=is_axes)
-    for a, axes in zip(jax.tree.leaves(model.abstract), axes_of_parameters, strict=True):
+    for _, a, axes in _named_dims(model):
         for size, name in zip(a.shape, axes, strict=True):
             sizes.setdefault(name or "", set()).add(size)
     return dim_names.unruled(model.annotations, model.annotations.completed(rules), sizes, axis, layout.size(axis))
 
 
+def _named_dims(model: Foreign) -> Iterator[tuple[str, jax.ShapeDtypeStruct, LogicalAxes]]:
+    """Yield the path, the shape and the logical axes of each parameter, and of each variable that has some."""
+    for arrays, axes in ((model.abstract, model.axes), (model.variables, model.variable_axes)):
+        of_arrays = jax.tree.leaves(axes, is_leaf=is_axes)
+        for (name, a), names in zip(named(arrays).items(), of_arrays, strict=True):
+            if names:
+                yield name, a, names
+
+
 def _check_dims(layout: Layout, model: Foreign, given: Rules) -> None:
     """Raise `ValueError` for a dim that the rules, `given` or of Flax, split and that does not divide."""
-    arrays = jax.tree.leaves_with_path(model.abstract)
-    axes_of_parameters = jax.tree.leaves(model.axes, is_leaf=is_axes)
-    for (path, a), axes in zip(arrays, axes_of_parameters, strict=True):
+    for path, a, axes in _named_dims(model):
         for size, name in zip(a.shape, axes, strict=True):
             if size % layout.parts(name):
                 over = " x ".join(f"{axis}={layout.size(axis)}" for axis in layout.split(name))
@@ -206,7 +236,7 @@ def _check_dims(layout: Layout, model: Foreign, given: Rules) -> None:
                     f"leave '{name}' out of the rules" if name in given else f"keep it whole by rules={{'{name}': ()}}"
                 )
                 raise ValueError(
-                    f"{name_of(path)} {a.shape} has a dim '{name}' of {size}, which does not divide by {over}; give it "
+                    f"{path} {a.shape} has a dim '{name}' of {size}, which does not divide by {over}; give it "
                     f"a size that does, or {whole}"
                 )
 

@@ -24,8 +24,11 @@ from jaxdist.cluster.rendezvous import host_names
 from jaxdist.cluster.runtime import capacity
 from jaxdist.doctor.devices import numbered, on_each, timed
 from jaxdist.mesh import describe
+from jaxdist.models.attention import causal_attention
+from jaxdist.models.scores import Scores
 from jaxdist.parallel.region import to_next
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
+from jaxdist.sharding import RULES, Layout
 
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, PERMUTE)
 
@@ -44,9 +47,13 @@ class Scale:
     """Bytes of a copy, more than caches hold."""
     times: int
     """Repetitions within one program."""
+    attention: tuple[int, int, int] = (1, 128, 2)
+    """Rows, tokens of a row, and heads."""
 
 
-GPU = Scale((1 << 16, 1 << 20, 1 << 24, 1 << 28), ((4096, 4096), (8192, 8192), (16384, 8192)), 1 << 30, 16)
+GPU = Scale(
+    (1 << 16, 1 << 20, 1 << 24, 1 << 28), ((4096, 4096), (8192, 8192), (16384, 8192)), 1 << 30, 16, (8, 4096, 16)
+)
 CPU = Scale((1 << 14, 1 << 18, 1 << 22), ((128, 128), (256, 256), (512, 512)), 1 << 25, 4)
 
 
@@ -102,12 +109,15 @@ class Watch:
         """Return the seconds of one round of `body`, which maps each device's parts to parts of the same types."""
         self._note(COMPILING)
         program = on_each(self.mesh, in_a_loop(body, self.scale.times)).lower(*arrays).compile()
-        self._turns += 1
-        if kv_store.processes() > 1:
-            # Without the barrier, the wait for a process that compiles longer would count as time of the program.
-            kv_store.barrier(f"collectives, turn {self._turns}", range(kv_store.processes()))
+        self._meet()
         self._note(STEPPING)
         return timed(program, *arrays)[1] / self.scale.times
+
+    def _meet(self) -> None:
+        """Wait for the other processes: the wait for one that compiles longer would count as time of the program."""
+        self._turns += 1
+        if kv_store.processes() > 1:
+            kv_store.barrier(f"collectives, turn {self._turns}", range(kv_store.processes()))
 
     def collective(self, kind: str, axis: str) -> dict[str, Any]:
         """Measure a collective at all sizes, and fit a latency and a bandwidth to its times."""
@@ -152,7 +162,7 @@ class Watch:
 
         It multiplies [rows, width] by [width, width]. The rate is in FLOP/s of one device.
         """
-        took = self.seconds(lambda a, b: (_matmul(a, b), b), *self._factors(rows, width))
+        took = self.straight(_matmul, *self._factors(rows, width))
         flops = 2 * rows * width**2
         return {"shape": [rows, width, width], "seconds": took, "flops_per_second": flops / took}
 
@@ -180,7 +190,49 @@ class Watch:
         """
         array = numbered(self.mesh, self.scale.copied // 4)
         # Each byte is read once and written once.
-        return 2 * self.scale.copied / self.seconds(lambda x: (x + 1,), array)
+        return 2 * self.scale.copied / self.straight(_copied, array)
+
+    def attention(self, size: int) -> dict[str, Any]:
+        """Measure causal attention of heads of `size` on a device, without and with its gradients, in FLOP/s.
+
+        A score counts where a query sees the key: half of the square. The backward pass counts 2.5 times the forward
+        pass (Dao 2023, section 4.1).
+        """
+        rows, sequence, heads = self.scale.attention
+        layout = Layout.on(self.mesh, RULES, self.mesh.devices.flat[0])
+        scores = Scores.of(size)
+        keys = jax.random.split(jax.random.key(0), 3)
+        given = [jax.random.normal(key, (rows, sequence, heads, size), self.dtype) for key in keys]
+
+        def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return causal_attention(layout, scores, q, k, v)
+
+        def both(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+            out, pullback = jax.vjp(forward, q, k, v)
+            return pullback(out)
+
+        flops = 2 * rows * heads * sequence**2 * size
+        found: dict[str, Any] = {"rows": rows, "sequence": sequence, "heads": heads, "size": size}
+        for name, body, work in (("forward", forward, flops), ("forward and backward", both, 3.5 * flops)):
+            self._note(COMPILING)
+            with jax.set_mesh(self.mesh):
+                program = jax.jit(body).lower(*given).compile()
+            self._note(STEPPING)
+            took = timed(program, *given)[1]
+            found |= {f"{name} seconds": took, f"{name} flops_per_second": work / took}
+        return found
+
+    def straight(self, body: Callable[..., jax.Array], first: jax.Array, *others: jax.Array) -> float:
+        """Return the seconds of one of `times` applications of `body` to its own result, in a straight line.
+
+        Nothing is carried by a loop, which would copy it: the copy of a product takes 6 to 12 % of its time on a GPU.
+        """
+        times = self.scale.times
+        self._note(COMPILING)
+        program = on_each(self.mesh, in_a_line(body, times)).lower(first, *others).compile()
+        self._meet()
+        self._note(STEPPING)
+        return timed(program, first, *others)[1] / times
 
     def overlap(self, collectives: Sequence[dict[str, Any]], matmuls: Sequence[dict[str, Any]]) -> float | None:
         """Return the overlap factor kappa, from 1 (the shorter one is hidden) to 2 (nothing is); None if not measured.
@@ -215,6 +267,22 @@ def in_a_loop(body: Callable[..., Any], times: int) -> Callable[..., Any]:
     return loop
 
 
+def in_a_line(body: Callable[..., jax.Array], times: int) -> Callable[..., jax.Array]:
+    """Return a function that applies `body` to its first argument, and `times` - 1 times to its own result."""
+
+    def line(x: jax.Array, *others: jax.Array) -> jax.Array:
+        for _ in range(times):
+            x = body(x, *others)
+        return x
+
+    return line
+
+
+def _copied(x: jax.Array) -> jax.Array:
+    # Without the barrier, XLA would add all at once.
+    return lax.optimization_barrier(x + 1)
+
+
 def beside(collective: Body, count: int) -> Callable[..., Any]:
     """Return a function of (x, a, b): a collective of x and `count` matmuls of a by b, independent of each other."""
 
@@ -227,7 +295,8 @@ def beside(collective: Body, count: int) -> Callable[..., Any]:
 
 
 def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
+    # The result has the dtype of its factors; matrix units add up in f32 whatever it is.
+    return jnp.matmul(a, b)
 
 
 def step(kind: str, axis: str, ranks: int) -> Body:

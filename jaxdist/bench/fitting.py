@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxdist.output.units import counted
 from jaxdist.planning.clusters import Cluster, Link, of_kind
-from jaxdist.planning.collective_time import START, wire_share
-from jaxdist.planning.predicted_collectives import ALL_REDUCE, PERMUTE
+from jaxdist.planning.collective_time import START
+from jaxdist.planning.predicted_collectives import ALL_REDUCE, PERMUTE, wire_share
 
 ALIKE = 0.8
 """Share of a bandwidth: a measured one above this share may be the same."""

@@ -1,7 +1,7 @@
-"""`python -m jaxdist.bench gpu`: check numerics on one GPU, and measure the step of some models and its parts.
+"""`python -m jaxdist.bench gpu`: measure the step of some models on one GPU, and try what jaxdist does there.
 
-The first model is also measured with unrolled layers, with recomputation, with other compiler flags, and in PyTorch.
-Each part runs in a process of its own, so that running out of memory ends only that part.
+The parts run in the order of what is worth most (`gpu_order`), each in a process of its own, so that one that fails
+costs no other. The result is written after every part; the same command goes on with the parts that are missing.
 """
 
 from __future__ import annotations
@@ -10,86 +10,100 @@ import datetime
 import importlib.util
 import json
 import os
-import re
 import shlex
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxdist.bench import gpu_process
+from jaxdist.bench.gpu_order import ALIKE, DEVICE, GROUPS, MODEL, RUN, SHAPES, TORCH, VARIANT, Part, in_order
 from jaxdist.cluster import gpus
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import RequestError, nearest
 from jaxdist.config.values import Count, CountOrZero, FileName, RowsOrZero, WholeSeconds
 from jaxdist.doctor.software import FRACTIONS, refused
 from jaxdist.files import write_whole
-from jaxdist.process.exit_codes import how_it_ended
+from jaxdist.files.json_files import read_json
 from jaxdist.request import JSON, Extra, arguments, check_output, load
 
 DESCRIPTION = (
-    "On one GPU: check the fast kernels against plain float32, measure the step of some Llamas and its parts, and "
-    "compare the first of them unrolled, with recomputation, with other compiler flags, and in PyTorch."
+    "On one GPU: measure the step of some Llamas and its parts, compare the first of them in PyTorch, with other "
+    "options and with other compiler flags, check the fast kernels against plain float32, and train, kill, resume, "
+    "evaluate and generate. With the same --out, the same command goes on with the parts that are missing."
 )
-PARTS = ("numerics", "models", "torch", "layers", "remat", "flags")
-
 MODELS = Extra("models", "llama_1b-128,llama_3b,llama_1b", "Shipped configs or TOML files; only the first is compared.")
-WANTED = Extra("parts", ",".join(PARTS), "Which parts to run; the most important run first.")
+WANTED = Extra("parts", ",".join(GROUPS), "Which parts to run; the most important run first.")
 ROWS = Extra("rows", 0, "Rows of a step; 0: as many as the device holds, at most 16.", RowsOrZero)
 WARMUP = Extra("warmup", 3, "Steps before a measurement.", CountOrZero)
 REPEATS = Extra("repeats", 10, "Steps that are measured, each one waited for.", Count)
+STEPS = Extra("steps", 400, "Steps of the run that is killed and resumed.", Count)
 SECONDS = Extra(
-    "seconds", 460, "Seconds after which a part that runs is ended and the others are skipped.", WholeSeconds
+    "seconds", 1500, "Seconds after which a part that runs is ended and the others are skipped.", WholeSeconds
 )
-OUT = Extra(
-    "out", "", "Write the result into this JSON file after every part, and the tables beside it as .txt.", FileName
-)
+OUT = Extra("out", "", "Write the result into this JSON file after every part, and tables beside it as .md.", FileName)
 
-SHAPES = {"llama_1b-128": ("llama_1b", {"model.heads": "16"})}
-"""Name -> (CONFIG, options): the 1B with heads of 128, where flash attention is faster than with the published 64."""
-
-ALIKE = {"mesh": "1x1x1", "model.remat": "none", "train.accumulation": "1"}
-"""Options of every measurement, unless a measurement overrides them."""
-
-REMATS = ("dots", "block")
-
-FLAGS = {
-    "latency hiding scheduler": "--xla_gpu_enable_latency_hiding_scheduler=true",
-    "no Triton products": "--xla_gpu_enable_triton_gemm=false",
-    "no recomputation by XLA": "--xla_disable_hlo_passes=rematerialization",
-    "no command buffers": "--xla_gpu_enable_command_buffer=",
-}
-"""Compiler flags that published recipes set; each is measured alone."""
-
-TORCH = Path(__file__).parents[2] / "benchmarks" / "torch_llama.py"
+TORCH_FILE = Path(__file__).parents[2] / "benchmarks" / "torch_llama.py"
 """The same step in PyTorch, which belongs to the benchmarks of the repository and not to the package."""
-
-PART_SECONDS = 200
-"""Seconds after which a part is ended."""
 
 LEAST_SECONDS = 20
 """A part is not started with fewer seconds left."""
 
+ATTEMPTS = 2
+"""How often a part is tried that fails, or in which the bench itself is ended: again only after all others."""
+
+ENDED = ("done", "refused")
+"""States of a part that is not tried again."""
+
+OWN = ("out", "seconds", "json")
+"""Options that may differ where a result goes on: they do not change what is measured."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    extras = [JSON, MODELS, WANTED, ROWS, WARMUP, REPEATS, SECONDS, OUT]
+    extras = [JSON, MODELS, WANTED, ROWS, WARMUP, REPEATS, STEPS, SECONDS, OUT]
     options = arguments(argv, "bench gpu", DESCRIPTION, positional=None, extras=extras, knobs=[]).extras
     check_alone("bench gpu")
-    parts = options["parts"].split(",")
-    for part in parts:
-        if part not in PARTS:
-            raise RequestError(f"--parts: there is no part '{part}'; {nearest(part, PARTS)}")
+    groups = options["parts"].split(",")
+    for group in groups:
+        if group not in GROUPS:
+            raise RequestError(f"--parts: there is no part '{group}'; {nearest(group, GROUPS)}")
     cases = {name: _case(name) for name in options["models"].split(",")}
+    before = None
     if options["out"]:
         check_out(Path(options["out"]))
+        before = earlier(Path(options["out"]), options)
     # The command is stored with the result, so that it can be repeated.
-    bench = Bench(options, shlex.join(["python", "-m", "jaxdist.bench", "gpu", *(argv or ())]))
-    bench.measure(parts, cases)
+    bench = Bench(options, shlex.join(["python", "-m", "jaxdist.bench", "gpu", *(argv or ())]), before)
+    bench.measure(groups, cases)
     return bench.end()
+
+
+def earlier(path: Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the result that `path` holds of the same request; None if there is no file.
+
+    Raises `RequestError` if it is the result of another request, or none.
+    """
+    if not path.exists():
+        return None
+    found = read_json(path)
+    asked = found.get("asked")
+    if not isinstance(asked, dict) or not isinstance(found.get("parts"), list):
+        raise RequestError(f"--out '{path}' exists and is no result of bench gpu; name another file")
+    same = _asked(options)
+    changed = [name for name in same if asked.get(name) != same[name]]
+    if changed:
+        named = ", ".join(f"--{name}" for name in changed)
+        raise RequestError(f"--out '{path}' holds a result with other {named}; ask for the same, or name another file")
+    return found
+
+
+def _asked(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in OWN}
 
 
 def check_out(path: Path) -> None:
@@ -97,7 +111,7 @@ def check_out(path: Path) -> None:
     check_output("--out", path, "gpu.json")
     if path.suffix != ".json":
         raise RequestError(f"--out '{path}' is no JSON file; name it {path.stem}.json")
-    check_output("--out", path.with_suffix(".txt"), "gpu.txt")
+    check_output("--out", path.with_suffix(".md"), "gpu.md")
 
 
 def _case(name: str) -> tuple[str, dict[str, str]]:
@@ -116,272 +130,258 @@ def _case(name: str) -> tuple[str, dict[str, str]]:
 class Bench:
     """Runs the parts, one process after the other, and collects the results."""
 
-    def __init__(self, options: dict[str, Any], command: str):
+    def __init__(self, options: dict[str, Any], command: str, before: dict[str, Any] | None = None):
+        """`before` is an earlier result, which is completed."""
         self.options = options
         self.began = time.monotonic()
-        self.found: dict[str, Any] = {
+        self.found: dict[str, Any] = before or {
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": command,
+            "asked": _asked(options),
+            "commands": [],
             "python": sys.version.split()[0],
             "driver": _driver(),
             "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("XLA_", "JAX_"))},
             "seconds": 0.0,
-            "seconds_allowed": options["seconds"],
-            "device": None,
-            "models": [],
-            "torch": None,
-            "variants": [],
+            "attention": "auto",
+            "parts": [],
             "notes": [],
-            "problems": [],
         }
+        self.found["commands"].append(command)
+        # What an earlier command left out may be done now.
+        self.found["notes"] = []
+        self.spent_before = self.found["seconds"]
+        self.folder = Path(tempfile.mkdtemp(prefix="jaxdist-gpu-"))
+        self.keeps = False
+        if options["out"]:
+            # Beside the result, so that programs and runs are there when the command goes on.
+            self.folder = Path(options["out"]).absolute().with_suffix(".work")
+            self.folder.mkdir(exist_ok=True)
+            self.keeps = True
 
-    def measure(self, parts: list[str], cases: dict[str, tuple[str, dict[str, str]]]) -> None:
-        """Run the parts in the order of their importance; the first model comes before the others."""
-        first, *others = cases
-        if "numerics" in parts:
-            self._device()
-        base = None
-        if set(parts) - {"numerics"}:
-            base = self._model(first, *cases[first])
-        if "models" not in parts:
-            others = []
-        if base is not None:
-            if "torch" in parts:
-                self._torch(base)
-            if "layers" in parts:
-                self._variant("unrolled layers", base, unroll=True)
-        # The second model matters more than the other comparisons of the first, the remaining models less.
-        for name in others[:1]:
-            self._model(name, *cases[name])
-        if base is not None:
-            if "remat" in parts:
-                for remat in REMATS:
-                    self._variant(f"remat {remat}", base, {"model.remat": remat})
-            if "flags" in parts:
-                self._flags(base)
-        for name in others[1:]:
-            self._model(name, *cases[name])
+    def measure(self, groups: Sequence[str], cases: Mapping[str, tuple[str, dict[str, str]]]) -> None:
+        """Run the parts of these groups in the order of their worth, and those that failed again at the end."""
+        parts = [part for part in in_order(cases, self.options["steps"]) if part.group in groups]
+        for attempt in range(ATTEMPTS):
+            for part in parts:
+                record = self._record(part)
+                # One that was running when the bench was ended may have ended it.
+                if record["state"] not in ENDED and record["attempts"] == attempt and self._wanted(part):
+                    self._take(part, record)
+        self.found["parts"] = [record for record in self.found["parts"] if record["attempts"]]
 
-    def _device(self) -> None:
-        """Check numerics, and measure matmuls and copies."""
-        from jaxdist.bench.gpu_text import off
+    def _record(self, part: Part) -> dict[str, Any]:
+        """Return what is known of a part."""
+        for record in self.found["parts"]:
+            if record["name"] == part.name:
+                return record
+        record = {"name": part.name, "kind": part.kind, "state": "new", "attempts": 0}
+        record |= {"seconds": 0.0, "problem": "", "sensors": None, "value": None}
+        self.found["parts"].append(record)
+        return record
 
-        found = self._jax("numerics", {"part": "device"})
-        self.found["device"] = found
-        if not found:
+    def _take(self, part: Part, record: dict[str, Any]) -> None:
+        """Run a part, and write what it finds."""
+        spent = time.monotonic() - self.began
+        limit = min(part.seconds, self.options["seconds"] - spent)
+        if limit < LEAST_SECONDS:
+            if not record["attempts"]:
+                self._note(f"{part.name}: left out after {spent:.0f} s; raise --seconds, or give fewer --parts")
             return
-        for one in found["numerics"]:
-            if not one["fine"]:
-                self._problem(
-                    f"numerics: {one['what']} is off by {off(one['error'])} of its largest value from plain float32, "
-                    f"where {found['dtype']} explains {off(one['bound'])}"
-                )
+        print(f"[{spent:4.0f} s] {part.name}", file=sys.stderr, flush=True)
+        before = dict(record)
+        record |= {"state": "running", "attempts": record["attempts"] + 1}
+        # A bench that is killed in a part leaves the results so far, and that the part was running.
+        self._write()
+        began = time.monotonic()
+        ended = self._ended(part, limit)
+        problems = [ended.problem, *self._found_wrong(part, ended.value)]
+        state = "done"
+        if ended.problem:
+            state = "refused" if ended.refused else "failed"
+        record |= {"state": state, "value": ended.value, "sensors": ended.sensors}
+        record |= {"seconds": round(time.monotonic() - began, 1), "problem": "; ".join(filter(None, problems))}
+        if ended.problem and _length(before["value"]) > _length(ended.value):
+            # A second attempt, which may have less time, costs nothing that the first has found.
+            record |= {**before, "attempts": record["attempts"], "state": "failed"}
+        if record["problem"]:
+            print(f"problem: {part.name}: {record['problem']}", file=sys.stderr, flush=True)
+        self._write()
 
-    def _model(self, name: str, config: str, options: dict[str, str]) -> dict[str, Any] | None:
-        """Measure a model and trace some of its steps; returns what is found, or None."""
-        found = self._step(name, config, options, self.options["rows"], traced=3)
-        if not found:
-            return None
-        model = {"name": name, "config": config, "options": options} | found
-        self.found["models"].append(model)
-        trace_problem = found.get("trace_problem")
-        if trace_problem:
-            self._problem(f"{name}: the parts of the step are not known: {trace_problem}")
-        return model
+    def _ended(self, part: Part, limit: float) -> gpu_process.Ended:
+        """Run the process of a part; again with attention in blocks if it fails in cuDNN, and from then on always.
 
-    def _flags(self, base: dict[str, Any]) -> None:
-        """Measure the first model with each compiler flag that this jaxlib knows."""
-        for name, flags in FLAGS.items():
-            if refused(flags):
-                self.found["notes"].append(f"{flags} is unknown to this jaxlib, and left out")
-            else:
-                self._variant(name, base, flags=flags)
+        A model that hangs, or is killed by a signal, does not say where: cuDNN is tried first.
+        """
+        ended = self._run(part, limit)
+        in_cudnn = "cudnn" in ended.problem.lower() or (part.kind == MODEL and ended.killed)
+        left = min(part.seconds, self.options["seconds"] - (time.monotonic() - self.began))
+        if part.kind == TORCH or self.found["attention"] != "auto" or left < LEAST_SECONDS:
+            return ended
+        if ended.value is not None or not in_cudnn:
+            return ended
+        self.found["attention"] = "blocks"
+        again = self._run(part, left)
+        if again.value is None:
+            self.found["attention"] = "auto"
+            return ended
+        self._note(f"from {part.name} on, attention runs in blocks, because with cuDNN's it failed: {ended.problem}")
+        return again
 
-    def _variant(
-        self, name: str, base: dict[str, Any], more: dict[str, str] | None = None, unroll: bool = False, flags: str = ""
-    ) -> None:
-        """Measure the first model with one thing changed, with fewer steps."""
-        options = base["options"] | (more or {})
-        environment = {}
-        if flags:
-            inherited = os.environ.get("XLA_FLAGS")
-            environment["XLA_FLAGS"] = f"{inherited} {flags}" if inherited else flags
-        # With the rows of the first model, so that the two compare.
-        found = self._step(name, base["config"], options, base["rows"], unroll, 0, environment)
-        if found:
-            self.found["variants"].append({"name": name, "options": options, "flags": flags} | found)
+    def _run(self, part: Part, limit: float) -> gpu_process.Ended:
+        if part.kind == TORCH:
+            # -P keeps the folder of the script out of the module search path, where our modules could hide others.
+            command = [sys.executable, "-P", str(TORCH_FILE)]
+        else:
+            command = [sys.executable, "-P", "-m", "jaxdist.bench.gpu_child"]
+        try:
+            return gpu_process.run(command, self._question(part), self._environment(part), limit)
+        except OSError as error:
+            # Where the disk is full, what is known must not be lost with the process that knows it.
+            return gpu_process.Ended(None, f"{type(error).__name__}: {error}")
 
-    def _step(
-        self,
-        name: str,
-        config: str,
-        options: dict[str, str],
-        rows: int,
-        unroll: bool = False,
-        traced: int = 0,
-        environment: dict[str, str] | None = None,
-    ) -> dict[str, Any] | None:
-        """Measure the step of a configuration, and trace `traced` steps; without a trace, half of the repeats do."""
-        repeats = self.options["repeats"]
-        if not traced:
-            repeats = max(1, repeats // 2)
-        question = {
-            "part": "step",
-            "config": config,
-            "overrides": options,
-            "rows": rows,
-            "unroll": unroll,
-            "warmup": self.options["warmup"],
-            "repeats": repeats,
-            "traced": traced,
-        }
-        return self._jax(name, question, environment)
+    def _question(self, part: Part) -> dict[str, Any]:
+        """Return what the process of a part is asked."""
+        options = self.options
+        base = self._value_of(MODEL) or {}
+        forced = {}
+        if self.found["attention"] != "auto":
+            forced = {"model.attention": self.found["attention"]}
+        if part.kind == TORCH:
+            asked = {"rows": base["rows"], "weights": "", "warmup": options["warmup"], "repeats": options["repeats"]}
+            return base["torch"] | asked | part.question
+        if part.kind == RUN:
+            question = {"folder": str(self.folder / part.name), **part.question}
+            if "overrides" in question:
+                del question["folder"]
+                question["overrides"] = {**question["overrides"], **forced}
+            if "options" in question:
+                question["options"] = [*question["options"], *(f"--{name}={value}" for name, value in forced.items())]
+            if question["part"] in ("evaluate", "generate"):
+                question["folder"] = str(self.folder / "train")
+            return question
+        if part.kind == DEVICE:
+            return dict(part.question)
+        question = {"part": "step", "rows": options["rows"], "warmup": options["warmup"]}
+        question |= {"repeats": options["repeats"], "traced": 3, "unroll": False}
+        if part.kind == VARIANT:
+            # With the rows of the first model, so that the two compare; fewer steps, and no trace.
+            rows = base.get("rows", options["rows"]) * part.times
+            question |= {"rows": rows, "repeats": max(1, options["repeats"] // 2), "traced": 0}
+        question |= part.question
+        return question | {"overrides": {**question["overrides"], **forced}}
 
-    def _torch(self, base: dict[str, Any]) -> None:
-        """Measure the same model in PyTorch: compiled, or eager if compilation fails."""
-        if not base["torch"]:
-            self.found["notes"].append(
-                f"torch: {base['name']} is not a Llama with tied embeddings and AdamW, so it has no counterpart there"
-            )
-            return
-        if not TORCH.exists():
-            self.found["notes"].append(
+    def _wanted(self, part: Part) -> bool:
+        """Return whether a part can run here; a note says why not."""
+        if part.flags and refused(part.flags):
+            self._note(f"{part.flags} is unknown to this jaxlib, and left out")
+            return False
+        if part.kind != TORCH:
+            return True
+        base = self._value_of(MODEL)
+        if base is None:
+            self._note(f"{part.name}: left out, because nothing is known of the first model")
+        elif not base["torch"]:
+            name = self._first(MODEL)["name"]
+            self._note(f"torch: {name} is not a Llama with tied embeddings and AdamW, so it has no counterpart there")
+        elif not TORCH_FILE.exists():
+            self._note(
                 "torch is not compared: benchmarks/torch_llama.py is not part of the installed package; run from a "
                 "clone of jaxdist's repository that is installed with pip install -e"
             )
-            return
-        if importlib.util.find_spec("torch") is None:
-            self.found["notes"].append("torch is not installed, so it is not compared: pip install 'jaxdist[torch]'")
-            return
-        question = {
-            **base["torch"],
-            "rows": base["rows"],
-            "weights": "",
-            "warmup": self.options["warmup"],
-            "repeats": self.options["repeats"],
-        }
-        # -P keeps the folder of the script out of the module search path, where our modules could hide others.
-        command = [sys.executable, "-P", str(TORCH)]
-        attempts = (True, False)
-        if base["device"] == "cpu":
-            attempts = (False,)
-        for compiled in attempts:
-            found = self._child("torch", command, question | {"compile": compiled})
-            if found:
-                self.found["torch"] = found
-                return
+        elif importlib.util.find_spec("torch") is None:
+            self._note("torch is not installed, so it is not compared: pip install 'jaxdist[torch]'")
+        else:
+            on_cpu = base["device"] == "cpu"
+            one_runs = any(one["kind"] == TORCH and one["value"] for one in self.found["parts"])
+            # On a CPU there is one form of attention; elsewhere the eager form is for where none could be compiled.
+            return part.on_cpu if on_cpu else part.question["compile"] or not one_runs
+        return False
 
-    def _jax(self, name: str, question: dict[str, Any], environment: dict[str, str] | None = None) -> dict | None:
-        return self._child(name, [sys.executable, "-P", "-m", "jaxdist.bench.gpu_child"], question, environment)
+    def _found_wrong(self, part: Part, value: dict[str, Any] | None) -> list[str]:
+        """Return what a part has found to be wrong."""
+        from jaxdist.bench.gpu_text import off
 
-    def _child(
-        self, name: str, command: list[str], question: dict[str, Any], environment: dict[str, str] | None = None
-    ) -> dict[str, Any] | None:
-        """Return what a process answers; None if it fails or is not started, with a sentence on why."""
-        spent = time.monotonic() - self.began
-        limit = min(PART_SECONDS, self.options["seconds"] - spent)
-        if limit < LEAST_SECONDS:
-            self.found["notes"].append(f"{name}: left out after {spent:.0f} s; raise --seconds, or give fewer --parts")
-            return None
-        print(f"[{spent:4.0f} s] {name}", file=sys.stderr, flush=True)
-        # Write after each part, so that a bench that is killed leaves its results so far.
-        self._write()
-        value, problem = _answer(command, question, {**_environment(), **(environment or {})}, limit)
-        if problem:
-            self._problem(f"{name}: {problem}")
-        self.found["seconds"] = round(time.monotonic() - self.began, 1)
-        return value
+        if part.kind == DEVICE and value:
+            wrong = [one for one in value["numerics"] if not one["fine"]]
+            return [
+                f"{one['what']} is off by {off(one['error'])} of its largest value from plain float32, where "
+                f"{value['dtype']} explains {off(one['bound'])}"
+                for one in wrong
+            ]
+        if value and value.get("trace_problem"):
+            return [f"the parts of the step are not known: {value['trace_problem']}"]
+        return []
 
-    def _problem(self, text: str) -> None:
-        self.found["problems"].append(text)
-        print(f"problem: {text}", file=sys.stderr, flush=True)
+    def _first(self, kind: str) -> dict[str, Any]:
+        return next((one for one in self.found["parts"] if one["kind"] == kind), {})
+
+    def _value_of(self, kind: str) -> Any:
+        """Return what the first part of a kind has found; None without it."""
+        return self._first(kind).get("value")
+
+    def _environment(self, part: Part) -> dict[str, str]:
+        """Return the environment of a part: one cache of programs for all, one GPU, and our module search path."""
+        cache = self.folder / "programs"
+        own = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            own["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            own["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "torch")
+        visible = gpus.visible()
+        if len(visible) > 1:
+            own["CUDA_VISIBLE_DEVICES"] = visible[0]
+        if not any(os.environ.get(name) for name in FRACTIONS):
+            # Nothing else runs on this GPU, so leave little room.
+            own[FRACTIONS[0]] = "0.92"
+        if part.flags:
+            inherited = os.environ.get("XLA_FLAGS")
+            own["XLA_FLAGS"] = f"{inherited} {part.flags}" if inherited else part.flags
+        return os.environ | own
+
+    def _note(self, text: str) -> None:
+        if text not in self.found["notes"]:
+            self.found["notes"].append(text)
 
     def _write(self) -> None:
-        """Write the results so far to --out, and the tables beside it."""
-        from jaxdist.bench.gpu_text import lines
+        """Write the results so far to --out, and the tables beside it; what cannot be written costs no part."""
+        from jaxdist.bench.gpu_text import markdown
 
+        self.found["seconds"] = round(self.spent_before + time.monotonic() - self.began, 1)
         if self.options["out"]:
             path = Path(self.options["out"])
-            write_whole(path, json.dumps(self.found, indent=1) + "\n")
-            write_whole(path.with_suffix(".txt"), "\n".join(lines(self.found)) + "\n")
+            try:
+                write_whole(path, json.dumps(self.found, indent=1) + "\n")
+                write_whole(path.with_suffix(".md"), "\n".join(markdown(self.found)) + "\n")
+            except Exception as error:
+                # It is written again after the next part, and all is printed in the end.
+                print(f"problem: --out: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     def end(self) -> int:
-        """Write and print all results; returns exit code 1 if anything is missing or wrong."""
+        """Write and print all results; returns exit code 1 if a part failed, or found something wrong."""
         from jaxdist.bench.gpu_text import lines
 
         self._write()
+        if not self.keeps:
+            shutil.rmtree(self.folder, ignore_errors=True)
         if self.options["json"]:
             print(json.dumps(self.found), flush=True)
         else:
             print("\n".join(lines(self.found)), flush=True)
-        return 1 if self.found["problems"] else 0
-
-
-def _answer(
-    command: list[str], question: dict[str, Any], environment: dict[str, str], limit: float
-) -> tuple[dict[str, Any] | None, str]:
-    """Run a process for at most `limit` seconds, and return (answer, problem): one of the two is empty."""
-    with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:
-        question_file = Path(folder) / "question"
-        answer_file = Path(folder) / "answer"
-        log_file = Path(folder) / "log"
-        question_file.write_text(json.dumps(question))
-        with log_file.open("wb") as log:
-            # A session of its own makes a process group, which `_kill` ends with all processes in it.
-            process = subprocess.Popen(
-                [*command, str(question_file), str(answer_file)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
-            try:
-                code = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                return None, f"ended after {limit:.0f} s"
-            finally:
-                _kill(process)
-        if answer_file.exists():
-            answer = json.loads(answer_file.read_text())
-            return answer.get("value"), answer.get("problem", "")
-        last_words = _last_words(log_file.read_text(errors="replace"))
-        return None, f"its process {how_it_ended(code)}; its last words: {last_words}"
-
-
-def _kill(process: subprocess.Popen) -> None:
-    """Kill a process with every process that it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _last_words(log: str) -> str:
-    """Return the error at the end of a traceback, or else the last line of a log."""
-    texts = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in texts if re.match(r"[\w.]+(Error|Exception|Interrupt): ", line)]
-    return (errors or texts or ["nothing"])[-1][:300]
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment with one GPU, a large share of its memory, and our module search path."""
-    own = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    visible = gpus.visible()
-    if len(visible) > 1:
-        own["CUDA_VISIBLE_DEVICES"] = visible[0]
-    if not any(os.environ.get(name) for name in FRACTIONS):
-        # Nothing else runs on this GPU, so leave little room.
-        own[FRACTIONS[0]] = "0.92"
-    return os.environ | own
+        return 1 if any(one["problem"] or one["state"] == "running" for one in self.found["parts"]) else 0
 
 
 def _driver() -> dict[str, str] | None:
-    """Return what nvidia-smi reports of the first GPU; None without it."""
+    """Return what nvidia-smi reports of the GPU that is used; None without it."""
     names = ("name", "driver_version", "power.limit", "clocks.max.sm", "memory.total")
-    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    query = [f"--query-gpu={','.join(names)}", "--format=csv,noheader", f"--id={gpu_process.gpu_of(os.environ)}"]
     try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    values = output.splitlines()[0].split(",")
+    values = output.partition("\n")[0].split(",")
     return dict(zip(names, map(str.strip, values), strict=False))
+
+
+def _length(value: Any) -> int:
+    """Return how much a part has found: what it yields later has all that it yielded before."""
+    return 0 if value is None else len(json.dumps(value))

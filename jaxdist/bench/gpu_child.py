@@ -1,20 +1,25 @@
 """One part of `bench gpu` in its own process: `python -m jaxdist.bench.gpu_child QUESTION ANSWER`, both JSON files.
 
-A failure, also running out of memory, ends this process and no other part.
+A failure, also running out of memory, ends this process and no other part. What takes the longest, or may fail, comes
+last: a part yields what it knows before it goes on.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxdist.bench import gpu_runs
+from jaxdist.bench.gpu_process import MEASURING, TRACING, Answer
 from jaxdist.config import Config, RequestError
 from jaxdist.output import units
 from jaxdist.request import load
@@ -25,6 +30,12 @@ if TYPE_CHECKING:
 ROWS = (16, 8, 4, 2, 1)
 """Rows of a step to try: the first number that fits into memory is used."""
 
+Note = Callable[[str], None]
+"""Takes the phase that a part enters."""
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+"""What XLA's errors of missing memory begin with."""
+
 SHARE = 0.9
 """Share of XLA's memory that the predicted bytes may take."""
 
@@ -33,28 +44,30 @@ def main(question: str, answer: str) -> None:
     """Read the question, run its part, and write a value or a problem as the answer."""
     options = json.loads(Path(question).read_text())
     part = PARTS[options.pop("part")]
+    told = Answer(answer)
+    value = None
     try:
-        result = {"value": part(**options)}
+        for value in part(told.phase, **options):
+            told.write(value=value)
     except RequestError as error:
-        result = {"problem": "; ".join(error.problems)}
+        told.write(value=value, problem="; ".join(error.problems))
     except Exception as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if OUT_OF_MEMORY not in str(error):
             raise
-        result = {"problem": f"memory ran out: {str(error).splitlines()[0]}"}
-    Path(answer).write_text(json.dumps(result))
+        told.write(value=value, problem=f"memory ran out: {str(error).splitlines()[0]}")
 
 
-def device() -> dict[str, Any]:
-    """Return the device and its versions, the numerics of the fast kernels, and the rates of matmuls and copies."""
+def device(phase: Note) -> Iterator[dict[str, Any]]:
+    """Yield the device and its versions, then also its rates, then also the numerics of the fast kernels."""
     import jax
     import jax.numpy as jnp
 
     from jaxdist.bench import calibration
-    from jaxdist.bench.measuring import ignore
     from jaxdist.cluster.runtime import capacity, start
     from jaxdist.mesh import parse_mesh
-    from jaxdist.models.numerics import Sizes, attention, everything
+    from jaxdist.models.numerics import Sizes, attention, everything, ring_of_cudnn
 
+    phase("starting")
     mesh = start(parse_mesh("1x1x1"))
     here = mesh.devices.flat[0]
     if here.platform == "cpu":
@@ -67,10 +80,7 @@ def device() -> dict[str, Any]:
         scale = calibration.GPU
     wide = Sizes(2, sequence, heads=6, kv_heads=2, size=128, mlp=8 * sequence, vocab=16 * sequence)
     narrow = Sizes(2, sequence, heads=8, kv_heads=2, size=64)
-    rows = [_accuracy(one, one.what) for one in everything(wide, dtype, here)]
-    rows += [_accuracy(one, f"{one.what}, heads of 64") for one in attention(narrow, dtype, here)]
-    watch = calibration.Watch(mesh, scale, ignore)
-    return {
+    found: dict[str, Any] = {
         "device": here.device_kind,
         "platform": here.platform,
         "platform_version": jax.devices()[0].client.platform_version,
@@ -78,10 +88,31 @@ def device() -> dict[str, Any]:
         "capacity_bytes": capacity(here),
         **{name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
         "dtype": dtype.name,
-        "numerics": rows,
-        "matmuls": [watch.matmul(*shape) for shape in watch.scale.shapes],
-        "copy_bytes_per_second": watch.copy(),
+        "matmuls": [],
+        "copy_bytes_per_second": None,
+        "attention": [],
+        "numerics": [],
     }
+    yield found
+    watch = calibration.Watch(mesh, scale, phase)
+    for shape in watch.scale.shapes:
+        found["matmuls"].append(watch.matmul(*shape))
+        yield found
+    found["copy_bytes_per_second"] = watch.copy()
+    yield found
+    for size in (128, 64):
+        found["attention"].append(watch.attention(size))
+        yield found
+    phase("comparing with float32")
+    for one in everything(wide, dtype, here):
+        found["numerics"].append(_accuracy(one, one.what))
+        yield found
+    found["numerics"] += [_accuracy(one, f"{one.what}, heads of 64") for one in attention(narrow, dtype, here)]
+    yield found
+    # The half-blocks of a ring are cuDNN's, so elsewhere there is nothing to compare.
+    if here.platform != "cpu":
+        found["numerics"] += [_accuracy(one, one.what) for one in ring_of_cudnn(wide, dtype, here)]
+        yield found
 
 
 def _accuracy(one, name: str) -> dict[str, Any]:
@@ -91,23 +122,30 @@ def _accuracy(one, name: str) -> dict[str, Any]:
 
 
 def step(
-    config: str, overrides: Mapping[str, str], rows: int, unroll: bool, warmup: int, repeats: int, traced: int
-) -> dict[str, Any]:
-    """Time the train step of a configuration as `bench step` does, then trace `traced` steps of it.
+    phase: Note,
+    config: str,
+    overrides: Mapping[str, str],
+    rows: int,
+    unroll: bool,
+    warmup: int,
+    repeats: int,
+    traced: int,
+) -> Iterator[dict[str, Any]]:
+    """Yield the time of the train step of a configuration, as `bench step` has it, then a trace of `traced` steps too.
 
     `rows` 0 takes as many rows as the device holds.
     """
-    from jaxdist.bench.measuring import measure_together
     from jaxdist.bench.step import report
     from jaxdist.training.startup_checks import attention_call
 
     def config_of(rows: int) -> Config:
         return load(config, {**overrides, "train.global_batch_size": str(rows)})
 
-    timed = compiled(config_of, (rows,) if rows else ROWS, unroll)
-    measure_together([timed], warmup, repeats)
+    timed = measured(phase, config_of, (rows,) if rows else ROWS, unroll, warmup, repeats)
     run = timed.run
     found = report(timed) | {
+        "config": config,
+        "options": dict(overrides),
         "rows": run.config.train.global_batch_size,
         "remat": run.config.model.remat,
         "layers": "unrolled" if unroll else "scan",
@@ -116,9 +154,59 @@ def step(
         "sizes": run.config.model.model_dump(),
         "torch": _for_torch(run.config, warmup + repeats),
     }
+    phase("measured")
+    yield found
     if traced:
-        found |= _traced(timed, traced)
-    return found
+        phase(TRACING)
+        try:
+            yield found | {"kernels": _traced(timed, traced)}
+        except Exception as error:
+            # Whatever a profiler does on a new machine, the step has been measured.
+            yield found | {"kernels": None, "trace_problem": f"{type(error).__name__}: {error}"[:300]}
+
+
+def measured(
+    phase: Note, config_of: Callable[[int], Config], counts: Sequence[int], unroll: bool, warmup: int, repeats: int
+) -> Timed:
+    """Return the step with the first of these numbers of rows that fits, measured.
+
+    A step that is compiled to fit may still run out of memory, which cuDNN and others also take. Then fewer rows are
+    tried, where there are any.
+    """
+    from jaxdist.bench.measuring import measure_together
+    from jaxdist.cluster.heartbeat import STARTING
+
+    def note(entered: str) -> None:
+        # A phase for each step would be too much to write while steps are timed.
+        phase("making the first state" if entered == STARTING else MEASURING)
+
+    while True:
+        phase("compiling")
+        timed = compiled(config_of, counts, unroll)
+        tried = timed.run.config.train.global_batch_size
+        try:
+            measure_together([timed], warmup, repeats, once_each(note))
+            return timed
+        except Exception as error:
+            counts = [count for count in counts if count < tried]
+            if OUT_OF_MEMORY not in str(error) or not counts:
+                raise
+        # The memory is free when nothing refers to the state, not even the error.
+        timed.drop()
+        gc.collect()
+
+
+def once_each(note: Note) -> Note:
+    """Return a function that passes a phase on where it differs from the one before."""
+    last = ""
+
+    def changed(entered: str) -> None:
+        nonlocal last
+        if entered != last:
+            note(entered)
+        last = entered
+
+    return changed
 
 
 def compiled(config_of: Callable[[int], Config], counts: Sequence[int], unroll: bool) -> Timed:
@@ -164,12 +252,12 @@ def _for_torch(config: Config, steps: int) -> dict[str, Any]:
 
 
 def _traced(timed: Timed, steps: int) -> dict[str, Any]:
-    """Return seconds of the parts of a step, and its longest kernels; or a problem where the trace has none."""
+    """Return seconds of the parts of a step, and its longest kernels. Raises `ValueError` where the trace has none."""
     import jax
 
     from jaxdist.bench import gpu_parts
     from jaxdist.bench.measuring import ignore
-    from jaxdist.planning.trace import Program, kernels, read
+    from jaxdist.programs.trace import Program, kernels, read
     from jaxdist.training.profile import begin_trace, newest_trace
 
     timed.place(ignore)
@@ -184,15 +272,57 @@ def _traced(timed: Timed, steps: int) -> dict[str, Any]:
             jax.profiler.stop_trace()
         events = read(newest_trace(Path(folder)))
     timed.drop()
-    try:
-        return {"kernels": gpu_parts.shares(kernels(events, Program.of(timed.program.as_text())), steps)}
-    except ValueError as error:
-        return {"kernels": None, "trace_problem": str(error)}
+    return gpu_parts.shares(kernels(events, Program.of(timed.program.as_text())), steps)
 
 
-PARTS = {"device": device, "step": step}
+def decode(
+    phase: Note, config: str, overrides: Mapping[str, str], rows: int, prompt: int, tokens: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the seconds of a prefill, and of each token after it, of `rows` prompts, with new weights."""
+    import jax
+
+    from jaxdist.training.decoding import Choice, Decoding
+    from jaxdist.training.run import Run
+
+    phase("making weights")
+    run = Run(load(config, {**overrides, "train.global_batch_size": str(rows), "model.remat": "none"}))
+    with jax.set_mesh(run.mesh):
+        state = run.engine.init()
+    decoding = Decoding(run, run.step.whole(state))
+    del state
+    vocab = run.config.model.vocab
+    prompts = [[(7919 * (row + 1) * (place + 3)) % vocab for place in range(prompt)] for row in range(rows)]
+    choice = Choice(temperature=0.0, top_k=0)
+    for name in ("compiling", MEASURING):
+        phase(name)
+        times = [time.perf_counter()]
+        for _ in zip(range(tokens), decoding.draw(prompts, choice, 0), strict=False):
+            times.append(time.perf_counter())
+    found = {
+        "rows": rows,
+        "prompt": prompt,
+        "tokens": tokens,
+        "prefill_seconds": times[1] - times[0],
+        "token_seconds": (times[-1] - times[1]) / (tokens - 1),
+    }
+    found["told"] = (
+        f"prefill of {rows} x {prompt} tokens {found['prefill_seconds'] * 1e3:.2f} ms, then "
+        f"{found['token_seconds'] * 1e3:.3f} ms a token, {rows / found['token_seconds']:,.0f} tokens/s"
+    )
+    yield found
+
+
+PARTS: dict[str, Callable[..., Iterator[Any]]] = {
+    "device": device,
+    "step": step,
+    "decode": decode,
+    **gpu_runs.PARTS,
+}
 
 if __name__ == "__main__":
     # Standard output goes to standard error, also what C++ libraries print.
     os.dup2(2, 1)
     main(*sys.argv[1:])
+    # All is written: a library that hangs at its end would cost the time of other parts.
+    sys.stderr.flush()
+    os._exit(0)

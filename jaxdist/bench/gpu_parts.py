@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxdist.config import ModelConfig
 from jaxdist.planning.timing import flops_per_token, matrices_per_layer
-from jaxdist.planning.trace import Kernel, covered
+from jaxdist.programs.trace import Kernel, covered
 
 ATTENTION = "attention"
 MATMUL = "matmul"

@@ -49,7 +49,14 @@ def random_work(run: Run) -> Batch:
         with TokenWriter(path, "uint32") as writer:
             writer.write(ids)
         tokens = replace(Tokens.open(path, "uint32"), end=end)
-        return token_batch(CutRows(tokens, sequence), rows, run.task.batch_layout)
+        batch = token_batch(CutRows(tokens, sequence), rows, run.task.batch_layout)
+    return batch | {name: _zeros(a) for name, a in run.batch().items() if name not in batch}
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return zeros on the mesh, for what a batch has beside its tokens."""
+    zeros = np.zeros(like.shape, like.dtype)
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: zeros[index])
 
 
 def _noise(config: Config, rows: int) -> Part:

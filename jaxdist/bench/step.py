@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
             if request.extras["json"]:
                 print(json.dumps(result))
             else:
-                lines = [f"{name:<22} {for_people(name, value)}" for name, value in result.items()]
+                shown = {name: value for name, value in result.items() if name != "config"}
+                lines = [f"{name:<22} {for_people(name, value)}" for name, value in shown.items()]
                 print("\n".join(lines))
         if timed.loss is None:
             raise NotFinite(f"the loss of the last step is NaN or infinite; {timed.run.against_overflow}")
@@ -89,7 +90,7 @@ def report(timed: Timed) -> dict[str, object]:
     from jaxdist.cluster.runtime import peak_bytes
     from jaxdist.mesh import describe
     from jaxdist.planning.hardware import peak_flops
-    from jaxdist.planning.timing import flops_formula, mfu
+    from jaxdist.planning.timing import mfu
 
     run = timed.run
     low, median, high = timed.quartiles
@@ -111,11 +112,12 @@ def report(timed: Timed) -> dict[str, object]:
         f"{unit}s_per_step": timed.units,
         f"{unit}s_per_second": timed.units / median,
         f"flops_per_{unit}": flops,
-        "flops_formula": flops and flops_formula(run.config.model),
+        "flops_formula": flops and run.task.flops_formula,
         "peak_flops": peak,
         "mfu": mfu(timed.units / median, flops, run.mesh.size, peak),
         "memory_bytes": peak_bytes(run.device),
         "argument_bytes": planned.argument_size_in_bytes,
         "temporary_bytes": planned.temp_size_in_bytes,
         "loss": timed.loss,
+        "config": run.config.model_dump(mode="json"),
     }

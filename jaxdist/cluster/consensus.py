@@ -26,6 +26,9 @@ LONGEST_VALUE = 1 << 19
 _questions = itertools.count()
 """Numbers the exchanges: every process makes the same ones, in the same order."""
 
+_answered: list[str] = []
+"""The name of the last exchange of `from_all`, in the leader: not all may have read its answer."""
+
 
 def leader() -> bool:
     """Return whether this is process 0, which writes files and prints."""
@@ -44,9 +47,32 @@ def from_leader(value: int) -> int:
     return int(kv_store.read(name))
 
 
-def from_all(value: bool) -> list[bool]:
-    """Return the `value` of every process, in their order; all of them must call it, in the same order."""
-    return kv_store.gather(f"from all/{next(_questions)}", value, kv_store.WEEK)
+def from_all(value: Made) -> list[Made]:
+    """Return the `value` of every process, in their order; all of them must call it, in the same order.
+
+    JSON can hold it.
+    """
+    name = f"from all/{next(_questions)}"
+    made = kv_store.gather(name, value, kv_store.WEEK)
+    if kv_store.process() == 0:
+        # Whoever has answered has read what all answered before. A run of a million steps must not fill the store.
+        for read_by_all in _answered:
+            kv_store.forget(read_by_all)
+        _answered[:] = [name]
+    return made
+
+
+def all_come(seconds: float) -> bool:
+    """Return whether every process calls this within `seconds` of this one; a process that does not may go on."""
+    name = f"all come/{next(_questions)}"
+    deadline = time.monotonic() + seconds
+    kv_store.post(f"{name}/{kv_store.process()}", "")
+    try:
+        for process in range(kv_store.processes()):
+            kv_store.read(f"{name}/{process}", max(deadline - time.monotonic(), 0.01))
+    except TimeoutError:
+        return False
+    return True
 
 
 def agreed(look: Callable[[], int]) -> int:

@@ -35,7 +35,7 @@ class Job:
         self.env = env
         self._fault = config.fault
         self._enough = enough
-        self._devices = own_devices(env, requested(config.mesh))
+        self._mesh = config.mesh
         self.watchdog = Watchdog(env, config.fault.hang_seconds)
         self.stop = Stop(env, config.checkpoint.grace_seconds, self.watchdog.where)
         self.note = self.watchdog.note
@@ -44,26 +44,31 @@ class Job:
         """log.txt of the run; lines are kept in memory until `log.open`."""
 
     def __enter__(self) -> Job:
-        lifeline.watch(self._end_without_launcher)
         with ExitStack() as stack:
             faults.logs.append(self.log)
             stack.callback(faults.logs.remove, self.log)
             stack.callback(self.log.close)
             stack.enter_context(self.watchdog)
-            stack.enter_context(self.stop)
-            stack.enter_context(self.failing())
-            self.env = join(self.env, self._fault, self._devices, self._enough)
-            # The rendezvous may have given this process another number.
-            self.watchdog.env = self.env
-            self.stop.env = self.env
-            if not self.env.alone:
-                faults.listen(self.env, self.watchdog.where)
-            self.stop.joined()
-            # Process 0 speaks for all, which it can end since they listen.
-            if self.env.leader and not self.env.alone:
-                check_sites(members())
+            self._take_part(stack)
             self._open = stack.pop_all()
         return self
+
+    def _take_part(self, stack: ExitStack) -> None:
+        """Join the other processes, and handle signals; `stack` ends what has to end."""
+        lifeline.watch(self._end_without_launcher)
+        stack.enter_context(self.stop)
+        stack.enter_context(self.failing())
+        devices = own_devices(self.env, requested(self._mesh))
+        self.env = join(self.env, self._fault, devices, self._enough)
+        # The rendezvous may have given this process another number.
+        self.watchdog.env = self.env
+        self.stop.env = self.env
+        if not self.env.alone:
+            faults.listen(self.env, self.watchdog.where)
+        self.stop.joined()
+        # Process 0 speaks for all, which it can end since they listen.
+        if self.env.leader and not self.env.alone:
+            check_sites(members())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -78,6 +78,13 @@ def read(name: str, seconds: float = WEEK) -> str:
         raise TimeoutError(name) from error
 
 
+def forget(name: str) -> None:
+    """Delete the text stored under `name`, and all whose names go on with a slash: nobody may read them any more."""
+    # They would only take room; the run does not end for them.
+    with contextlib.suppress(Exception):
+        _client().key_value_delete(f"jaxdist/{name}")
+
+
 def barrier(name: str, processes: Sequence[int]) -> None:
     """Wait until all of `processes` have come here; the others need not. Use each `name` once."""
     _client().wait_at_barrier(f"jaxdist/{name}", int(WEEK * 1000), list(processes))
@@ -92,10 +99,10 @@ def gather(name: str, value: Any, seconds: float = 60.0) -> list[Any]:
     everyone = range(processes())
     if len(everyone) == 1:
         return [value]
-    post(f"{name}/{global_state.process_id}", json.dumps(value))
-    if global_state.process_id == 0:
+    post(f"{name}/{process()}", json.dumps(value))
+    if process() == 0:
         deadline = time.monotonic() + seconds
-        post(name, json.dumps([_read_until(f"{name}/{process}", deadline) for process in everyone]))
+        post(name, json.dumps([_read_until(f"{name}/{number}", deadline) for number in everyone]))
     return json.loads(read(name, 2 * seconds))
 
 

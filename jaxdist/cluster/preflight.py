@@ -27,7 +27,7 @@ def check_folder(folder: Path, size: int) -> None:
     if not all(seen):
         raise RequestError(
             f"{folder} is not the same folder on every host: {seen.count(False)} of {len(seen)} processes do not see "
-            f"what the first one wrote there; name a --run-dir on a file system that all hosts share"
+            f"what the first one wrote there; name a run folder on a file system that all hosts share"
         )
 
 
@@ -43,11 +43,11 @@ def write_marker(folder: Path, size: int) -> int:
         if free < size:
             raise RequestError(
                 f"{folder} has {megabytes(free)} free, but a checkpoint of this run takes up to {megabytes(size)}; "
-                f"free some, or name another --run-dir"
+                f"free some, or name another run folder"
             )
         marker_path(folder, number).write_text("seen\n")
     except OSError as error:
-        raise RequestError(f"{folder} cannot be written ({reason(error)}); name another --run-dir") from error
+        raise RequestError(f"{folder} cannot be written ({reason(error)}); name another run folder") from error
     return number
 
 

@@ -35,6 +35,11 @@ from jaxdist.mesh import (
 )
 from jaxdist.output.units import counted
 
+SPARE_THREADS = 32
+"""Threads of XLA beyond one for each CPU device. A device that waits for a collective holds its thread, and a matmul
+needs further ones: where there are none, as on two cores, steps that are dispatched ahead wait for each other for
+ever."""
+
 
 def start(shape: Mapping[str, int], enough: DeviceUse = USE_ALL) -> jax.sharding.Mesh:
     """Return the mesh of `shape` over the devices of all processes, site by site and host by host.
@@ -317,6 +322,8 @@ def _split_cpu(count: int) -> None:
 
     A user who tries several meshes in one process, as in a notebook, asks once for the devices of the largest.
     """
+    if count > 1:
+        os.environ.setdefault("NPROC", str(max(count + SPARE_THREADS, len(core_numbers()))))
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     # From the environment or by the user's own line; -1 for neither.

@@ -2,7 +2,7 @@
 
 A job of `jaxdist.train` is a context manager around all that a run does (`cluster.job`). A script has no such frame, so
 that what ends its processes together hangs on the two ends of every Python program: an exception that nobody catches,
-and the exit.
+and the exit. `cluster.script_job` is the job of a run within a script.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from types import TracebackType
 
 import jax
@@ -52,7 +53,10 @@ class Place:
         """How many there are."""
         self.leader = env.leader
         """Whether it is process 0, which prints and writes files."""
-        self._env = env
+        self.env = env
+        """Where it is in the job."""
+        self.where: Callable[[], str] = lambda: WHERE
+        """Returns what the process is doing, for messages."""
         self._grace = grace
         self._stop: Stop | None = None
 
@@ -68,11 +72,32 @@ class Place:
         first question on the signals end the process no more, unless it takes longer to end than the launcher's
         `--checkpoint.grace-seconds`. Before that, they end it at once.
         """
+        return self._handling().here()
+
+    @contextmanager
+    def stopping(self, where: Callable[[], str]) -> Iterator[Stop]:
+        """Yield what handles signals in the block; `where` returns what the process is doing there.
+
+        A process that runs alone, and has not asked `should_stop`, gets its own handlers back at the end.
+        """
+        was = self.where
+        self.where = where
+        is_alone = self.env.alone and self._stop is None
+        try:
+            with Stop(self.env, self._grace, where, owns_process=False) if is_alone else nullcontext() as own:
+                yield own or self._handling()
+        finally:
+            self.where = was
+            if self._stop:
+                self._stop.newest = faults.start_again
+
+    def _handling(self) -> Stop:
+        """Return what handles the signals to this process until its end."""
         if self._stop is None:
-            self._stop = Stop(self._env, self._grace, lambda: WHERE)
+            self._stop = Stop(self.env, self._grace, lambda: self.where())
             self._stop.__enter__()
             self._stop.joined()
-        return self._stop.here()
+        return self._stop
 
     def leave(self) -> None:
         """Let no thread wait for a signal to other processes any more."""
@@ -182,13 +207,13 @@ def _check_unused(env: ProcessEnv) -> None:
 
 def _end_together(env: ProcessEnv, place: Place) -> None:
     """Let an exception here end all processes, one elsewhere end this one, and the exit wait for all."""
-    listener = faults.listen(env, lambda: WHERE)
+    listener = faults.listen(env, lambda: place.where())
 
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):
             _interrupt(env)
         else:
-            faults.fail(env, error, _describe_lost)
+            faults.fail(env, error, partial(_describe_lost, place))
 
     sys.excepthook = fail
     atexit.register(_wait_for_others, env, listener, place)
@@ -200,10 +225,10 @@ def _forget_place() -> None:
         os.environ.pop(name, None)
 
 
-def _describe_lost(processes: Sequence[int]) -> str:
+def _describe_lost(place: Place, processes: Sequence[int]) -> str:
     """Return a sentence about processes that are gone, which stands for the error by which this one noticed."""
     verb = "was" if len(processes) == 1 else "were"
-    return f"{rendezvous.with_hosts(processes)} {verb} lost while this process was {WHERE}"
+    return f"{rendezvous.with_hosts(processes)} {verb} lost while this process was {place.where()}"
 
 
 def _interrupt(env: ProcessEnv) -> None:

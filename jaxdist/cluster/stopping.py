@@ -31,9 +31,13 @@ BEFORE_THE_FIRST_STEP = 1
 class Stop:
     """Handles signals; a context manager for the main thread. Signals after the first one change nothing."""
 
-    def __init__(self, env: ProcessEnv, grace: float, where: Callable[[], str]):
-        """Prepare to stop within `grace` seconds of a signal; `where` returns what the run is doing."""
+    def __init__(self, env: ProcessEnv, grace: float, where: Callable[[], str], owns_process: bool = True):
+        """Prepare to stop within `grace` seconds of a signal; `where` returns what the run is doing.
+
+        A run that `owns_process` ends it on the spot where there is nothing to save. A notebook goes on afterwards.
+        """
         self.env = env
+        self.owns_process = owns_process
         self.grace = grace
         self.where = where
         self.name: str | None = None
@@ -73,8 +77,9 @@ class Stop:
             self._timer.cancel()
         signal.set_wakeup_fd(self._old_wake)
         for number, handler in self._old_handlers.items():
-            # A second signal must not spoil the end of a run that the first one stops.
-            signal.signal(number, signal.SIG_IGN if self.name else handler)
+            # A second signal must not spoil the end of a run that the first one stops. A notebook needs Ctrl-C again.
+            spoils = self.name and (self.owns_process or number != signal.SIGINT)
+            signal.signal(number, signal.SIG_IGN if spoils else handler)
         self._wake.send(b"\0")
         self._thread.join()
         self._wake.close()
@@ -154,7 +159,7 @@ class Stop:
             self._stop_at = self._passed + 1
         else:
             self._stop_at = self._first_not_passed()
-        if self._stop_at == BEFORE_THE_FIRST_STEP:
+        if self._stop_at == BEFORE_THE_FIRST_STEP and self.owns_process:
             # There is nothing to save, so this ends the process before `here` would return.
             self._end("nothing is lost")
         self._decided.set()

@@ -15,6 +15,7 @@ from typing import Any
 from jaxdist.cluster import faults, heartbeat
 from jaxdist.cluster.heartbeat import (
     AWAITING,
+    COMPILING,
     IDLE,
     LISTENING,
     READING,
@@ -129,8 +130,8 @@ class Watchdog:
         return seconds
 
     def _is_first_time(self) -> bool:
-        """Return whether the run has not been in this phase before, so that it may take longer."""
-        return not self._step_seconds or self._phase not in self._phases_seen
+        """Return whether the run does this for the first time, so that it may take longer; a program always is new."""
+        return not self._step_seconds or self._phase == COMPILING or self._phase not in self._phases_seen
 
     def _limit_text(self) -> str:
         """Return the limit, and where it comes from."""

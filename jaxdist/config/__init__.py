@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from jaxdist.config.mixture import MixtureSource
 from jaxdist.config.model import FAMILIES, ModelConfig
 from jaxdist.config.optimizer import OptimizerConfig
 from jaxdist.config.pipeline import PipelineConfig
@@ -24,12 +25,15 @@ from jaxdist.config.values import (
     FilePath,
     FilePaths,
     IdType,
+    Learn,
     MicroBatches,
     Minutes,
     MixtureTable,
     NotOneBit,
+    PositiveFloat32,
     PositiveSeconds,
     Resume,
+    RowForm,
     Rows,
     Seconds,
     Section,
@@ -174,12 +178,18 @@ class DataConfig(Section):
     """Fraction of path that is held out when there is no validation path."""
     text: TextTemplateText = "text"
     """Where the text of a row (JSON, Parquet, Arrow) is: a key, a.b for one inside another, or as {title}: {body}."""
+    form: RowForm = "auto"
+    """What rows hold: text, conversations as messages, sharegpt, prompt, alpaca, or preference; auto: by their keys."""
+    learn: Learn = "assistant"
+    """Which tokens of conversations are learned: all answers, the last answer of each, or every token."""
+    long: Literal["drop", "cut"] = "drop"
+    """Conversations longer than a row. drop: leave them out, counted; cut: keep what fits, if something is learned."""
     on_error: Literal["refuse", "skip"] = "refuse"
     """Rows without a text that can be read. refuse: name the first; skip: count them, up to 100 or one in 100."""
     dtype: IdType = "auto"
     """Type of the ids in a headerless .bin, little-endian; auto: uint32 if the content shows it, else uint16."""
     pack: Literal["cut", "best-fit"] = "cut"
-    """How documents fill rows. cut: one stream, cut into rows; best-fit: only those longer than a row are cut."""
+    """How rows are filled. cut: one stream is cut, a conversation has its own; best-fit: with whole documents."""
     augment: Literal["none", "crop", "crop-flip"] = "none"
     """Augmentation of training images. crop: shift by up to an eighth of the size; flip: mirror half of the time."""
     prefetch: Annotated[int, Field(ge=1, le=2**10)] = 2
@@ -189,6 +199,11 @@ class DataConfig(Section):
     def skips(self) -> bool:
         """Whether rows without a text that can be read are left out."""
         return self.on_error == "skip"
+
+    def of_source(self, source: MixtureSource) -> DataConfig:
+        """Return what is asked of one source of the mixture, as of a path alone."""
+        text = source.text or self.text
+        return self.model_copy(update={"path": source.path, "validation_path": None, "text": text})
 
 
 class TrainConfig(Section):
@@ -202,12 +217,26 @@ class TrainConfig(Section):
     """Rows per optimizer step over the whole mesh."""
     accumulation: MicroBatches = 1
     """Gradient accumulation: micro-batches per step, run in sequence; saves activations if run outside the layers."""
+    objective: Literal["cross-entropy", "dpo"] = "cross-entropy"
+    """Loss: cross-entropy of tokens; dpo: of pairs of a better and a worse answer, each pair two rows."""
+    dpo_beta: PositiveFloat32 = 0.1
+    """Of dpo: the weight of log-probabilities against the reference; large: the model stays near it."""
     local_steps: CountOrZero = 0
     """Steps (H) that each replica takes by itself before all average their weights, which changes the loss; 0: none."""
     seed: Seed = 0
     """Seed of the parameters, the data order and dropout."""
     max_skipped: Count = 10
     """Stop after this many consecutive steps with a loss or gradient that is not finite."""
+
+    @property
+    def learns_pairs(self) -> bool:
+        """Whether rows are pairs of a better and a worse answer."""
+        return self.objective == "dpo"
+
+    @property
+    def rows_together(self) -> int:
+        """The rows next to each other that must be on the same devices: two where they are a pair."""
+        return 2 if self.learns_pairs else 1
 
 
 class ValidationConfig(Section):
@@ -330,6 +359,16 @@ class Config(Section):
         """The folder of the run, which every request has: one that names none gets `runs/<config name>`."""
         assert self.run_dir is not None
         return self.run_dir
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the log-probabilities that a loss refers to are computed before the first step, and kept."""
+        return self.train.learns_pairs and not self.model.frozen
+
+    @property
+    def refers_in_step(self) -> bool:
+        """Whether each step computes them: the reference of adapters is the frozen base beside them."""
+        return self.train.learns_pairs and self.model.frozen
 
     def with_knobs(self, values: Mapping[str, object]) -> Config:
         """Return the configuration with these values of knobs, by name as in `leaves`. They are not checked."""

@@ -10,6 +10,9 @@ from jaxdist.config.stacks import stacks_of
 ADAPTERS = "lora"
 """The name of the adapters among the parameters of attention and of an MLP."""
 
+NO_TARGETS = "none"
+"""The `lora_targets` of a model whose weights are frozen, and have no adapters: of no request."""
+
 
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
     """Return the weights of a model that can have an adapter; experts, of which each token sees a few, have none."""
@@ -20,9 +23,14 @@ def targets_of(config: ModelConfig) -> tuple[str, ...]:
 
 def adapted(config: ModelConfig) -> tuple[str, ...]:
     """Return the weights of a model that have an adapter; none at rank 0."""
-    if not config.lora_rank:
+    if not config.lora_rank or config.lora_targets == NO_TARGETS:
         return ()
     return tuple(target for target in parse(config.lora_targets) if target in targets_of(config))
+
+
+def without_adapters(config: ModelConfig) -> ModelConfig:
+    """Return a model of the frozen weights alone, which rest as they do beside adapters."""
+    return config.model_copy(update={"lora_targets": NO_TARGETS})
 
 
 def scale(config: ModelConfig) -> float:

@@ -6,8 +6,9 @@ here, and its own way of using them in `models/`.
 
 The letters of dims: D is the residual stream, N the query heads, K the heads of keys and values, G the query heads that
 share one of them, H the size of a head, U that of a value where it is another, F the width of the MLP or of an expert,
-E the experts, V the vocabulary, and S the rows of a table of positions. C counts the weights that lie side by side in
-one array, so that one matmul serves all of them.
+E the experts, V the vocabulary, S the rows of a table of positions, and I is 1. In latent attention, A is what queries
+are made of, Z what keys and values are made of, X that and the turned dims of a key, W the other dims of a key and a
+value. C counts the weights that lie side by side in one array, so that one matmul serves all of them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SPLIT = {"N": "heads", "K": "heads", "F": "mlp"}
 
 NORM1 = "norm1"
 NORM2 = "norm2"
-"""The norms before attention and before the MLP, by their paths in the parameters of a layer."""
+"""The norms of attention and of the MLP, by their paths in the parameters of a layer."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,13 @@ class Matmul:
     """Whether a bias is added to what it makes."""
     adaptable: bool = True
     """Whether its parts can have low-rank adapters."""
+    bias_forward_only: bool = False
+    """Whether no gradient needs the bias, which only shifts what a layer adds to the residual stream at its end."""
     kept: bool = True
     """Whether the backward pass needs the result, so that remat dots keeps it."""
     chosen: int = 1
     """How many experts a token goes through, of a weight that each expert has."""
-    whole: tuple[str, ...] = ()
+    whole: tuple[str | None, ...] = ()
     """Logical axes that no mesh axis splits, in the place of those that the letters have."""
     exact: bool = False
     """Whether it is f32 at least in any compute dtype."""
@@ -98,6 +101,11 @@ class Matmul:
         return "".join(letter for letter in made if letter not in self.inputs)
 
     @property
+    def bias_letters(self) -> str:
+        """The letters of the dims of a bias: each expert has one of its own."""
+        return EXPERTS + self.outputs if self.stacked else self.outputs
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array of one layer."""
         return self._shape(self.letters)
@@ -105,7 +113,7 @@ class Matmul:
     @property
     def bias_shape(self) -> tuple[int, ...]:
         """The shape of a bias of what the product makes."""
-        return self._shape(self.outputs)
+        return self._shape(self.bias_letters)
 
     @property
     def axes(self) -> tuple[str | None, ...]:
@@ -114,9 +122,16 @@ class Matmul:
 
     @property
     def bias_axes(self) -> tuple[str | None, ...]:
-        """The logical axes of the bias's dims: on the residual stream it is one of the vectors that all devices add."""
-        axes = self.axes_of(self.outputs, self.parts)
-        return tuple("norm" if letter == STREAM else axis for letter, axis in zip(self.outputs, axes, strict=True))
+        """The logical axes of the bias's dims.
+
+        On the residual stream it is one of the vectors that all devices add, those of all experts too.
+        """
+        letters = self.bias_letters
+        if self.whole:
+            return ("norm",)
+        if STREAM in letters:
+            return tuple("norm" if letter == STREAM else None for letter in letters)
+        return self.axes_of(letters, self.parts)
 
     @property
     def split(self) -> str:
@@ -127,8 +142,8 @@ class Matmul:
 
     @property
     def is_column(self) -> bool:
-        """Whether the residual stream enters it, so that its columns are split; otherwise its rows are."""
-        return self.inputs == STREAM
+        """Whether its columns are split; otherwise its rows are, and what it makes is added to the residual stream."""
+        return STREAM not in self.outputs
 
     @property
     def dims(self) -> str:
@@ -162,6 +177,14 @@ class Matmul:
         """The number of its values that multiply one token."""
         return self.elements_of_expert * self.chosen
 
+    @property
+    def idle(self) -> int:
+        """The number of values, with those of a bias, in the experts that a token does not go through."""
+        if not self.stacked:
+            return 0
+        of_expert = self.elements_of_expert + (self.out if self.bias else 0)
+        return (self.sizes[EXPERTS] - self.chosen) * of_expert
+
     def axes_of(self, letters: str, parts: Sequence[Part]) -> tuple[str | None, ...]:
         """Return the logical axes of dims, in an array that has these parts of the weight."""
         axes = AXES | {"K": KV_AXES[sum("K" in part.outputs for part in parts)]}
@@ -193,6 +216,12 @@ def sizes_of(config: ModelConfig) -> dict[str, int]:
         "E": config.experts,
         "V": config.vocab,
         "S": config.position_rows,
+        "I": 1,
+        "A": config.q_latent,
+        "Z": config.kv_latent,
+        "X": config.kv_latent + config.rope_dim,
+        "W": config.unturned_size + config.value_size,
+        "U": config.value_size,
     }
 
 
@@ -204,7 +233,8 @@ def matmuls_of(config: ModelConfig) -> Mapping[str, Matmul]:
     `config` is that of a stack, whose layers have the same (`stacks_of`).
     """
     assert not config.traits.forms, "layers of several forms have several tables"
-    rows = [*_attention(config), *(_experts(config) if config.traits.routed else _mlp(config))]
+    attention = _latent_attention if config.kv_latent else _attention
+    rows = [*attention(config), *(_experts(config) if config.traits.routed else _mlp(config))]
     return MappingProxyType({row.path: row for row in rows})
 
 
@@ -217,18 +247,13 @@ class HeadSizes(NamedTuple):
     """Of a value, and so of what a query finds."""
 
 
-@lru_cache(maxsize=64)
 def head_sizes_of(config: ModelConfig) -> HeadSizes:
     """Return the sizes of heads that the weights of attention make."""
-    sizes = {}
-    for matmul in _attention(config):
-        for part in matmul.parts:
-            sizes[part.name] = matmul.size(part.outputs.replace("K", ""))
-    return HeadSizes(sizes["k_proj"], sizes["v_proj"])
+    return HeadSizes(config.head_size, config.value_size)
 
 
 def columns_of(config: ModelConfig) -> dict[str, list[Matmul]]:
-    """Return the weights of a layer that the residual stream enters, by the logical axis that splits their columns."""
+    """Return the weights of a layer with split columns, by the logical axis that splits them."""
     columns: dict[str, list[Matmul]] = {}
     for matmul in matmuls_of(config).values():
         if matmul.is_column and matmul.split:
@@ -236,25 +261,83 @@ def columns_of(config: ModelConfig) -> dict[str, list[Matmul]]:
     return columns
 
 
+class Entering(NamedTuple):
+    """How many values of a token all devices of a split need that only some have: they are gathered, or summed."""
+
+    width: int
+    """Of what enters the weights."""
+    multiplied: int
+    """Of that, what weights multiply, whose gradients need it."""
+
+
+def entering(config: ModelConfig, logical: str) -> Entering:
+    """Return what enters the weights of a layer that are split along `logical`."""
+    if logical == "heads" and config.kv_latent:
+        into = (config.q_latent or config.embed) + config.kv_latent
+        return Entering(into + config.rope_dim, into)
+    return Entering(config.embed, config.embed)
+
+
 def _attention(config: ModelConfig) -> Iterator[Matmul]:
     sizes = sizes_of(config)
     biased = config.traits.biased
     fused = (Part("q_proj", "NH"), Part("k_proj", "KH"), Part("v_proj", "KH"))
     letters = "DKCH" if config.traits.grouped else "DCNH"
-    yield Matmul("attention.qkv", letters, "D", fused, sizes, NORM1, bias=biased or config.qkv_bias)
+    norm = NORM1 if normed_before(config) else ""
+    yield Matmul("attention.qkv", letters, "D", fused, sizes, norm, bias=biased or config.qkv_bias)
+    yield _out(config, "NHD", sizes)
+
+
+def _latent_attention(config: ModelConfig) -> Iterator[Matmul]:
+    """Yield the weights of latent attention (MLA; DeepSeek-V2, 2024, section 2.1), which have no adapters.
+
+    Nothing splits those that make what all heads share.
+    """
+    sizes = sizes_of(config)
+    norm = NORM1 if normed_before(config) else ""
+    shared = ("norm", None)
+    if config.q_latent:
+        q_down = (Part("q_a_proj", "A"),)
+        yield Matmul("attention.q_down", "DA", "D", q_down, sizes, norm, adaptable=False, whole=shared)
+        q_up = (Part("q_b_proj", "NH"),)
+        yield Matmul("attention.q_up", "ANH", "A", q_up, sizes, "attention.q_norm", adaptable=False)
+    else:
+        yield Matmul("attention.q", "DNH", "D", (Part("q_proj", "NH"),), sizes, norm, adaptable=False)
+    kv_down = (Part("kv_a_proj_with_mqa", "X"),)
+    yield Matmul("attention.kv_down", "DX", "D", kv_down, sizes, norm, adaptable=False, whole=shared)
+    kv_up = (Part("kv_b_proj", "NW"),)
+    yield Matmul("attention.kv_up", "ZNW", "Z", kv_up, sizes, "attention.kv_norm", adaptable=False)
+    yield replace(_out(config, "NUD", sizes), adaptable=False)
+
+
+def _out(config: ModelConfig, letters: str, sizes: Mapping[str, int]) -> Matmul:
+    """Return the last weight of attention, whose result no gradient needs if nothing reads it but the stream."""
     out = (Part("o_proj", "D"),)
-    yield Matmul("attention.out", "NHD", "NH", out, sizes, bias=biased, scale=_scale_onto_stream(config))
+    biased = config.traits.biased
+    needed = attention_enters_mlp(config) or normed_after(config)
+    return Matmul(
+        "attention.out",
+        letters,
+        letters.removesuffix(STREAM),
+        out,
+        sizes,
+        bias=biased or config.out_bias,
+        bias_forward_only=not needed,
+        kept=needed,
+        scale=_scale_onto_stream(config),
+    )
 
 
 def _mlp(config: ModelConfig) -> Iterator[Matmul]:
     sizes = sizes_of(config)
-    biased = config.traits.biased
+    biased = config.traits.biased or config.mlp_bias
     up = Part("up_proj", "F")
+    norm = NORM2 if normed_before(config) else ""
     if config.traits.gated:
-        yield Matmul("mlp.gate_up", "DCF", "D", (Part("gate_proj", "F"), up), sizes, NORM2, bias=biased)
+        yield Matmul("mlp.gate_up", "DCF", "D", (Part("gate_proj", "F"), up), sizes, norm, bias=biased)
     else:
-        yield Matmul("mlp.up", "DF", "D", (up,), sizes, NORM2, bias=biased)
-    yield _down(config, "mlp.down", "FD", sizes)
+        yield Matmul("mlp.up", "DF", "D", (up,), sizes, norm, bias=biased)
+    yield _down(config, "mlp.down", "FD", sizes, biased)
 
 
 def _experts(config: ModelConfig) -> Iterator[Matmul]:
@@ -263,24 +346,58 @@ def _experts(config: ModelConfig) -> Iterator[Matmul]:
     The router's scores are as few values as there are experts, and nothing splits them.
     """
     sizes = sizes_of(config)
-    whole = ("norm", "router")
+    biased = config.mlp_bias
+    whole: tuple[str | None, ...] = ("norm", "router")
     scores = (Part("gate", "E"),)
-    yield Matmul("mlp.router", "DE", "D", scores, sizes, NORM2, adaptable=False, kept=False, whole=whole, exact=True)
+    norm = NORM2 if normed_before(config) else ""
+    router = Matmul("mlp.router", "DE", "D", scores, sizes, norm, biased, adaptable=False, kept=False)
+    yield replace(router, whole=whole, exact=True)
     gate_up = (Part("gate_proj", "F"), Part("up_proj", "F"))
     chosen = config.experts_per_token
-    yield Matmul("mlp.gate_up", "EDCF", "D", gate_up, sizes, NORM2, adaptable=False, chosen=chosen)
-    yield replace(_down(config, "mlp.down", "EFD", sizes), adaptable=False, chosen=chosen)
+    yield Matmul("mlp.gate_up", "EDCF", "D", gate_up, sizes, norm, biased, adaptable=False, chosen=chosen)
+    down = _down(config, "mlp.down", "EFD", sizes, biased)
+    # The weight of an expert has the bias in its gradient.
+    yield replace(down, adaptable=False, chosen=chosen, bias_forward_only=False)
     if config.shared_experts:
         width = {**sizes, "F": config.shared_experts * config.expert_size}
-        yield Matmul("mlp.shared_gate_up", "DCF", "D", gate_up, width, NORM2, adaptable=False)
+        yield Matmul("mlp.shared_gate_up", "DCF", "D", gate_up, width, norm, adaptable=False)
         yield replace(_down(config, "mlp.shared_down", "FD", width), adaptable=False)
+        if config.gates_shared:
+            one = (Part("shared_expert_gate", "I"),)
+            whole = ("norm", None)
+            yield Matmul("mlp.shared_gate", "DI", "D", one, sizes, norm, adaptable=False, kept=False, whole=whole)
 
 
-def _down(config: ModelConfig, path: str, letters: str, sizes: Mapping[str, int]) -> Matmul:
-    """Return the last weight of an MLP, whose result no gradient needs."""
+def _down(config: ModelConfig, path: str, letters: str, sizes: Mapping[str, int], biased: bool = False) -> Matmul:
+    """Return the last weight of an MLP, whose result no gradient needs if no norm follows."""
     down = (Part("down_proj", "D"),)
-    biased = config.traits.biased
-    return Matmul(path, letters, "F", down, sizes, bias=biased, kept=False, scale=_scale_onto_stream(config))
+    normed = normed_after(config)
+    return Matmul(
+        path,
+        letters,
+        "F",
+        down,
+        sizes,
+        bias=biased,
+        bias_forward_only=not normed,
+        kept=normed,
+        scale=_scale_onto_stream(config),
+    )
+
+
+def normed_before(config: ModelConfig) -> bool:
+    """Return whether attention and MLP read the residual stream through a norm."""
+    return config.norms != "after"
+
+
+def normed_after(config: ModelConfig) -> bool:
+    """Return whether what attention and MLP make goes through a norm before it is added to the residual stream."""
+    return config.norms != "before"
+
+
+def attention_enters_mlp(config: ModelConfig) -> bool:
+    """Return whether the MLP reads what attention has added to the residual stream."""
+    return config.residual == "sequential"
 
 
 def _scale_onto_stream(config: ModelConfig) -> float:

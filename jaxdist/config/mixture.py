@@ -5,6 +5,7 @@ In a TOML file it is a table. Its keys are paths, as data.path takes them, with 
     [data.mixture]
     "web.jsonl" = 0.7
     code = {path = "src/**/*.py", weight = 0.3}     # with a name, by which metrics and phases call it
+    wiki = {path = "wiki", weight = 0.1, text = "content"}  # where the text of its rows is, as data.text says of others
 
     [[data.mixture.phase]]
     from = 0.9                                      # of the steps of the run; or after a number of steps, such as 9000
@@ -23,6 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from jaxdist.config.text_template import parse as parse_text
 
 PHASE = "phase"
 FROM = "from"
@@ -54,6 +57,8 @@ class MixtureSource(NamedTuple):
     name: str
     path: str
     """What names its files, as data.path."""
+    text: str | None = None
+    """Where the text of its rows is; None where data.text says it."""
 
 
 class MixturePhase(NamedTuple):
@@ -108,8 +113,11 @@ class MixtureConfig(NamedTuple):
         """Return it as `parse` takes it."""
         table: dict[str, Any] = {}
         for source, weight in zip(self.sources, self.phases[0].weights, strict=True):
-            short = source.name == source.path
-            table[source.name] = weight if short else {"path": source.path, "weight": weight}
+            if source == MixtureSource(source.path, source.path):
+                table[source.name] = weight
+            else:
+                own = {"text": source.text} if source.text else {}
+                table[source.name] = {"path": source.path, "weight": weight, **own}
         later = [{FROM: phase.begins, **self.weights(phase)} for phase in self.phases[1:]]
         return {**table, PHASE: later} if later else table
 
@@ -131,8 +139,8 @@ def parse(value: object) -> MixtureConfig:
     sources = []
     weights = []
     for name, said in table.items():
-        path, weight = _source(name, said)
-        sources.append(MixtureSource(name, path))
+        source, weight = _source(name, said)
+        sources.append(source)
         weights.append(weight)
     names = [source.name for source in sources]
     phases = [MixturePhase(0, tuple(weights)), *(_phase(number, said, names) for number, said in enumerate(later, 2))]
@@ -167,15 +175,28 @@ def describe_shares(weights: Mapping[str, float]) -> str:
     return ", ".join([*named, *([f"and {len(shares) - LISTED} more"] if len(shares) > LISTED else [])])
 
 
-def _source(name: str, said: object) -> tuple[str, float]:
-    """Return the path and the weight of a source."""
+def _source(name: str, said: object) -> tuple[MixtureSource, float]:
+    """Return a source and its weight."""
     if not name or "\0" in name:
         raise ValueError("a source has no name; give its path")
     if not isinstance(said, Mapping):
-        return str(Path(name)), _weight(name, said)
-    if set(said) != {"path", "weight"} or not isinstance(said["path"], str) or not said["path"]:
+        return MixtureSource(name, str(Path(name))), _weight(name, said)
+    if set(said) - {"text"} != {"path", "weight"} or not isinstance(said["path"], str) or not said["path"]:
         raise ValueError(f"'{name}' must be a weight, or have both a path and a weight: {NAMED}")
-    return str(Path(said["path"])), _weight(name, said["weight"])
+    return MixtureSource(name, str(Path(said["path"])), _text(name, said.get("text"))), _weight(name, said["weight"])
+
+
+def _text(name: str, said: object) -> str | None:
+    """Return where the text of the rows of a source is, if it says so."""
+    if said is None:
+        return None
+    if not isinstance(said, str):
+        raise ValueError(f"the text of '{name}' is {json.dumps(said, default=str)}; name a key, such as \"content\"")
+    try:
+        parse_text(said)
+    except ValueError as error:
+        raise ValueError(f"the text of '{name}' is {json.dumps(said)}: {error}") from None
+    return said
 
 
 def _weight(name: str, said: object) -> float:

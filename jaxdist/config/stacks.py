@@ -55,6 +55,17 @@ def forms_of(config: ModelConfig) -> str:
     return " and ".join(form for form, _ in config.traits.forms)
 
 
+def why_no_stages(config: ModelConfig) -> str:
+    """Return why the layers make no stages of a pipeline; empty where all have the same parameters."""
+    forms = forms_of(config)
+    if not forms:
+        return ""
+    return (
+        f"the layers of {config.family} are {forms}, with different parameters, and stages of a pipeline have layers "
+        f"of one form; set pipeline to 1"
+    )
+
+
 def first_layers(config: ModelConfig) -> dict[str, int]:
     """Return the number of the first layer of each stack, by the names of the stacks."""
     found = {}

@@ -43,6 +43,11 @@ def learns(config: ModelConfig, matmul: Matmul) -> bool:
     return not config.frozen or any(part.name in adapted for part in matmul.parts)
 
 
+def without_form(config: ModelConfig) -> ModelConfig:
+    """Return the model whose frozen matrices have a dtype, which is that of the parameters beside them."""
+    return config.model_copy(update={"lora_base": config.dtype_at_rest})
+
+
 def merged(config: ModelConfig) -> ModelConfig:
     """Return the model whose own weights have taken up what was trained beside them."""
     return config.model_copy(update={knob: ModelConfig.model_fields[knob].default for knob in KNOBS})

@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from jaxdist.config import mixture, rope_scaling, text_template
+from jaxdist.config import mixture, periods, rope_scaling, text_template
 
 LONGEST_PATH = 4000
 """Bytes of the longest path. Linux accepts 4,095, and the files of a run have names of their own below its folder."""
@@ -160,6 +160,13 @@ def _rope_scaling(text: str) -> str:
         raise PydanticCustomError("rope_scaling", str(problem)) from None
 
 
+def _period(text: str) -> str:
+    try:
+        return ",".join(periods.parse(text))
+    except ValueError as problem:
+        raise PydanticCustomError("period", str(problem)) from None
+
+
 def _text_template(text: str) -> str:
     try:
         text_template.parse(text)
@@ -210,6 +217,10 @@ Tokens = Annotated[int, Field(ge=1, le=2**20)]
 Sequence = Annotated[int, Field(ge=1, le=2**24)]
 Pixels = Annotated[int, Field(ge=1, le=2**14)]
 Channels = Annotated[int, Field(ge=1, le=2**12)]
+RowForm = Literal["auto", "text", "messages", "sharegpt", "prompt", "alpaca", "preference"]
+
+Learn = Literal["assistant", "last", "all"]
+
 IdType = Literal["auto", "uint16", "uint32"]
 """The type of the ids in a file of tokens; auto: as its content shows."""
 # JAX drops the higher bits of a seed without a warning.
@@ -241,7 +252,10 @@ FractionFloat32 = Annotated[float, Field(ge=0, lt=1), AfterValidator(_float32_be
 
 Resume = Annotated[str, AfterValidator(_auto_never_or_step), Suggested(["auto", "never"])]
 Checkpoint = Annotated[str, AfterValidator(_latest_best_or_step), Suggested(["latest", "best"])]
-RopeScalingText = Annotated[str, AfterValidator(_rope_scaling), Suggested(["none", "linear", "llama3", "yarn"])]
+RopeScalingText = Annotated[
+    str, AfterValidator(_rope_scaling), Suggested(["none", "linear", "llama3", "yarn", "longrope"])
+]
+PeriodText = Annotated[str, AfterValidator(_period), Suggested(["sliding,sliding,full"])]
 TextTemplateText = Annotated[str, AfterValidator(_text_template)]
 """A key, or a template of several: `text_template.parse` reads it."""
 MixtureTable = Annotated[

@@ -44,13 +44,16 @@ EXTRAS = [
     Extra(
         "verify",
         False,
-        "Instead, compare every byte of the data, and of all tokens in the cache, with what they were when they were "
-        "first read: a start looks at samples. The exit code is 1 if any differ.",
+        "Instead, read every byte: compare the ids of tokens with model.vocab, and the data, and all tokens in the "
+        "cache, with what they were when they were first read. A start looks at samples. The exit code is 1 if any "
+        "differ.",
     ),
     JSON,
 ]
 
 ALL_AS_BEFORE = "every byte of the data, and of the tokens in the cache, is what it was when it was first read"
+
+NOTHING_WRONG = "nothing is wrong with what there was to compare"
 
 OF_ROWS = ("data.changed", "data.pack", "data.augment", "data.prefetch")
 """Knobs of data that say nothing of what is read."""
@@ -102,11 +105,13 @@ def _verify(request: Request) -> int:
     from jaxdist.data.verifying import verify, verify_cache
 
     with _showing() as progress:
-        problems = [*verify(request.config.data, progress), *verify_cache(progress)]
+        vocab = request.config.model.vocab if _own_vocab(request) else None
+        found, notes = verify(request.config.data, vocab, progress)
+        problems = [*found, *verify_cache(progress)]
     if request.extras["json"]:
-        print(json.dumps({"problems": problems}), flush=True)
+        print(json.dumps({"problems": problems, "notes": notes}), flush=True)
     else:
-        print("\n".join(problems or [ALL_AS_BEFORE]), flush=True)
+        print("\n".join([*notes, *(problems or [NOTHING_WRONG if notes else ALL_AS_BEFORE])]), flush=True)
     return FAILED if problems else DONE
 
 
@@ -136,6 +141,11 @@ def _check_export(request: Request, found: Mapping[str, Sources]) -> None:
             f"itself, such as '{next(iter(found))}', with the same data.tokenizer"
         )
     (sources,) = found.values()
+    if sources.training.chats:
+        raise RequestError(
+            f"--export '{target}' writes tokens alone, and of '{sources.name}' not all tokens are learned; train on it "
+            "as it is"
+        )
     if not (sources.training.holds_tokens or request.config.data.tokenizer or _own_vocab(request)):
         raise RequestError(
             f"--export '{target}' writes tokens, and '{sources.name}' is text without a tokenizer; give a "

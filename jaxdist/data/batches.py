@@ -67,12 +67,17 @@ def ordered_batch(
     layout: Layout,
     read: Callable[[Int[np.ndarray, " n"]], dict[str, np.ndarray]],
 ) -> Batch:
-    """Return what `global_batch` does, where `read` returns arrays [n, S] whose tokens are in order."""
+    """Return what `global_batch` does, where `read` returns arrays [n, S] whose tokens are in order, or [n]."""
     sequence = abstract["tokens"].shape[-1]
-    order = layout.order(np.arange(sequence), sequence)
+    as_read = np.arange(sequence)
+    order = layout.order(as_read, sequence)
+    if np.array_equal(order, as_read):
+        # Indexing would copy all arrays, which takes longer than reading them.
+        return global_batch(rows, abstract, read)
 
     def read_ordered(rows: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        return {name: a[:, order] for name, a in read(rows).items()}
+        # An array with one number for each row has no tokens.
+        return {name: a[:, order] if a.ndim > 1 else a for name, a in read(rows).items()}
 
     return global_batch(rows, abstract, read_ordered)
 

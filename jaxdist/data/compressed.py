@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.config import RequestError
+from jaxdist.data.heads import head_of
 
 HEAD = 16
 """Bytes at the start of a file by which a compression is known."""
@@ -108,8 +109,7 @@ def compression_of(head: bytes) -> Compression | None:
 
 def is_compressed(path: Path) -> bool:
     """Return whether a file is compressed. Raises `OSError`."""
-    with path.open("rb") as file:
-        return compression_of(file.read(HEAD)) is not None
+    return compression_of(head_of(path)) is not None
 
 
 def text_size(path: Path) -> int:
@@ -133,6 +133,14 @@ def decompressed(file: BufferedReader, path: Path, on_read: Callable[[int], None
 def plain(file: BufferedReader, path: Path) -> BufferedReader:
     """Return the content of a file that is open at its start, decompressed if it is compressed."""
     return decompressed(file, path, lambda count: None) or file
+
+
+def check_whole(path: Path) -> None:
+    """Read a compressed file to its end. Raises `RequestError` where it is cut or damaged, and `OSError`."""
+    with path.open("rb") as file:
+        content = plain(file, path)
+        while content.read(CHUNK):
+            pass
 
 
 class _Decompressed(io.RawIOBase):

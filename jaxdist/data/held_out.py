@@ -102,6 +102,12 @@ def open_held_out(
     Raises `RequestError` for a file without text, one that is not what its name says, and text without a tokenizer.
     """
     source = Source.of(path, text=text, skips=skips)
+    if source.chats:
+        raise RequestError(
+            f"'{path}' holds conversations (data.form {source.chats.form}), and only texts and tokens are evaluated as "
+            "files; give it to evaluate as --data.path, or to a training as data.validation_path, or name the key of a "
+            "text by data.text"
+        )
     if source.holds_tokens:
         opened = _open_tokens(source, given, vocab, progress, dtype)
     else:
@@ -120,7 +126,7 @@ def _open_tokens(
     """Open tokens in place, whose first one nothing predicts."""
     path = source.files[0].path
     (file,) = open_token_files([source], given, vocab, progress, dtype)
-    content = source.digest()
+    content = source.sampled_digest() if source.by_samples else source.digest()
     others = types([file.tokens])
     fingerprint = digest(content, *others) if others else content
     return HeldOut(path, file.tokens, before=None, bytes=None, fingerprint=fingerprint)
@@ -142,6 +148,6 @@ def _open_text(source: Source, given: GivenTokenizer | None, vocab: int, apart: 
     )
     # Where there is a BOS token, it stands at the start already.
     before = given.special.eos if given.special.bos is None else None
-    notes = [*([store.note] if store.note else []), *skipped.describe(store.facts)]
+    notes = [*([store.note] if store.note else []), *skipped.describe(store.facts, [path])]
     note = f"'{path}': {'; '.join(notes)}" if notes else None
     return HeldOut(path, store.validation, before, store.facts["bytes"], store.content, note)

@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -57,8 +58,8 @@ GROUP = 16
 MANY = 64
 """Files from which on a start does not read the beginning of each."""
 
-REMEMBERED = 64
-"""Groups of files, and answers, that a process remembers: those that it needed last."""
+REMEMBERED = 1 << 24
+"""Characters, as JSON, of what a process remembers of files: what it needed last. A mixture may have 1,500 sources."""
 
 
 class _State(NamedTuple):
@@ -69,10 +70,34 @@ class _State(NamedTuple):
     """When it was modified, in nanoseconds."""
 
 
-_identities: OrderedDict[str, str] = OrderedDict()
-"""The identities of files, by their paths and states."""
+class _Memory(OrderedDict[str, Any]):
+    """What was needed last, by name, in at most `REMEMBERED` characters."""
 
-_answers: OrderedDict[str, Any] = OrderedDict()
+    length = 0
+
+    def clear(self) -> None:
+        """Forget everything."""
+        super().clear()
+        self.length = 0
+
+    def keep(self, key: str, value: Any) -> None:
+        """Remember a value, and forget the oldest ones where that is too much."""
+        self.length += _length(value) - (_length(self[key]) if key in self else 0)
+        self[key] = value
+        self.move_to_end(key)
+        while self.length > REMEMBERED and len(self) > 1:
+            _, oldest = self.popitem(last=False)
+            self.length -= _length(oldest)
+
+
+def _length(value: Any) -> int:
+    return len(json.dumps(value))
+
+
+_identities = _Memory()
+"""Hashes of the samples of files, by their paths and states."""
+
+_answers = _Memory()
 """Answers, by the names of the files in which they are kept."""
 
 
@@ -86,7 +111,7 @@ def known(question: str, files: Iterable[Path], find: Callable[[], Found]) -> Fo
     states, place = _place(question, files)
     answer = _read(place)
     if answer is not None:
-        _remember(_answers, place.name, answer["answer"])
+        _answers.keep(place.name, answer["answer"])
         return answer["answer"]
     began = time.time()
     found = find()
@@ -96,8 +121,18 @@ def known(question: str, files: Iterable[Path], find: Callable[[], Found]) -> Fo
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             write_whole(place, json.dumps({"answer": found, "seal": _seal(found)}))
-        _remember(_answers, place.name, found)
+        _answers.keep(place.name, found)
     return found
+
+
+def sampled(files: Iterable[Path], samples: int = SAMPLES) -> str:
+    """Return a hash of the sizes and samples of files, wherever they lie. If it differs, so does their content.
+
+    `samples` is the number of blocks that are read of a file, at least 2.
+    """
+    files = tuple(files)
+    states = _states(files)
+    return digest(_samples(files, states, samples), *(state.size for state in states))
 
 
 def told() -> str:
@@ -110,7 +145,7 @@ def hear(text: str) -> None:
     heard = json.loads(text)
     for known_here, name in ((_identities, "identities"), (_answers, "answers")):
         for key, value in heard[name].items():
-            _remember(known_here, key, value)
+            known_here.keep(key, value)
 
 
 def known_before(question: str, files: Iterable[Path]) -> Any:
@@ -124,13 +159,6 @@ def _place(question: str, files: tuple[Path, ...]) -> tuple[list[_State], Path]:
     """Return the states of the files, and where an answer about them is kept."""
     states = _states(files)
     return states, cache_folder() / FOLDER / f"{digest(question, _identity(files, states))}.json"
-
-
-def _remember(what: OrderedDict[str, Any], key: str, value: Any) -> None:
-    what[key] = value
-    what.move_to_end(key)
-    while len(what) > REMEMBERED:
-        what.popitem(last=False)
 
 
 def _read(place: Path) -> dict[str, Any] | None:
@@ -149,20 +177,25 @@ def _seal(answer: object) -> str:
 
 def _identity(files: tuple[Path, ...], states: list[_State]) -> str:
     """Return a hash of the sizes and times of files, and of their samples."""
-    seen = digest(*(str(path) for path in files), *(number for state in states for number in state))
+    return digest(_samples(files, states), *(number for state in states for number in state))
+
+
+def _samples(files: tuple[Path, ...], states: list[_State], samples: int = SAMPLES) -> str:
+    """Return a hash of the samples of files, which are read once while the files look as they do."""
+    more = [] if samples == SAMPLES else [samples]
+    seen = digest(*(str(path) for path in files), *(number for state in states for number in state), *more)
     if seen not in _identities:
         total = xxhash.xxh3_128()
         count = min(len(files), SAMPLED)
         chosen = [number * len(files) // count for number in range(count)]
-        for sample in _in_parallel(_sample, [files[number] for number in chosen]):
+        for sample in in_parallel(partial(_sample, samples), [files[number] for number in chosen]):
             total.update(sample)
-        identity = digest(total.hexdigest(), *(number for state in states for number in state))
-        _remember(_identities, seen, identity)
+        _identities.keep(seen, total.hexdigest())
     return _identities[seen]
 
 
 def _states(files: tuple[Path, ...]) -> list[_State]:
-    return _in_parallel(_state, files)
+    return in_parallel(_state, files)
 
 
 def _state(path: Path) -> _State:
@@ -171,15 +204,16 @@ def _state(path: Path) -> _State:
     return _State(state.st_size, state.st_mtime_ns)
 
 
-def _sample(path: Path) -> bytes:
+def _sample(samples: int, path: Path) -> bytes:
     with reading(path), path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         last = max(0, size - BLOCK)
-        places = sorted({last * part // (SAMPLES - 1) for part in range(SAMPLES)})
+        places = sorted({last * part // (samples - 1) for part in range(samples)})
         return b"".join(os.pread(file.fileno(), BLOCK, place) for place in places)
 
 
-def _in_parallel(look: Callable[[Path], Found], files: Sequence[Path]) -> list[Found]:
+def in_parallel(look: Callable[[Path], Found], files: Sequence[Path]) -> list[Found]:
+    """Return what `look` returns of each file. Raises what it raises."""
     if len(files) <= THREADS:
         return [look(path) for path in files]
     groups = [files[start : start + GROUP] for start in range(0, len(files), GROUP)]

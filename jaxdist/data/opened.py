@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -105,8 +106,9 @@ class Rows(Sequence[Row]):
 
     def _numbers(self, index: int | Iterable[int]) -> Int[np.ndarray, "..."]:
         """Return numbers of rows from 0. Raises `IndexError`, and `TypeError` for what is no whole number."""
-        one = isinstance(index, (int, np.integer, np.ndarray))
-        numbers = np.asarray(index if one else list(index))  # type: ignore[arg-type]
+        # An array, of numpy or another library, says by itself whether it is a single number.
+        whole = isinstance(index, int) or hasattr(index, "__array__")
+        numbers = np.asarray(index if whole else list(index))  # type: ignore[arg-type]
         if numbers.size == 0:
             return np.zeros(0, np.int64)
         if not np.issubdtype(numbers.dtype, np.integer):
@@ -145,8 +147,12 @@ def open(
     if documents not in ("joined", "apart"):
         raise RequestError(f"documents is '{documents}': valid are joined, apart")
     if vocab is None:
-        vocab = needed_vocab(config, open_each(config).values(), unseen)
+        found = open_each(config)
+        vocab = needed_vocab(config, found.values(), unseen, whole=False)
     if vocab is None:
+        for source in (source for one in found.values() for source in one.all if not source.holds_tokens):
+            # What has no text, such as columns of ids, has a better sentence.
+            next(iter(source.documents()), None)
         raise RequestError(
             "the data are text without a tokenizer; give one as tokenizer, or the size of the one to train as vocab"
         )
@@ -159,6 +165,8 @@ def open(
 
 def _config(path: str | Path | None, knobs: dict[str, Any]) -> DataConfig:
     """Return the section data of a configuration. Raises `RequestError` with a sentence for each knob that is wrong."""
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        raise RequestError(f"path is of type {type(path).__name__}, and names data on disk; {_remedy(path)}")
     unknown = [name for name in knobs if name not in DataConfig.model_fields]
     if unknown:
         raise RequestError(
@@ -174,3 +182,12 @@ def _config(path: str | Path | None, knobs: dict[str, Any]) -> DataConfig:
         raise RequestError(*(f"data.{name} is {value!r}: {reason}" for name, value, reason in wrong)) from None
     except ValueError as error:
         raise RequestError(f"data.path is '{path}': {error}") from None
+
+
+def _remedy(given: object) -> str:
+    """Return how to name data that were given as an object."""
+    if hasattr(given, "save_to_disk"):
+        return "write it by its save_to_disk('folder'), and give the folder"
+    if isinstance(given, (list, tuple)) and given and all(isinstance(one, (str, os.PathLike)) for one in given):
+        return f"name several by one text, '{','.join(map(str, given))}'"
+    return "write it to a file, such as texts as .jsonl, or token ids by numpy's ids.astype('<u2').tofile('t.bin')"

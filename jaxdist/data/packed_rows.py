@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from jaxdist.data.chats.marks import begins_of
 from jaxdist.data.number_file import NumberFile
 from jaxdist.data.packing import WINDOW, Plan, cut_in_stream, plan
 from jaxdist.data.progress import Pass, Progress, unseen
-from jaxdist.data.rows import Lack, TokenRows, document_starts
+from jaxdist.data.rows import Lack, Padding, TokenRows
 from jaxdist.data.token_cache import open_cache
 from jaxdist.data.tokens import CHUNK, IGNORED, Tokens
 from jaxdist.files import digest
@@ -61,6 +62,44 @@ class Packed(NamedTuple):
 
 
 @dataclass(frozen=True)
+class KeptPlan:
+    """A plan in a folder of the cache."""
+
+    folder: Path
+    sequence: int
+
+    def pieces(self, number: int) -> list[tuple[int, int]]:
+        """Return (start, length) of the pieces of a row."""
+        first, after = self._firsts.read(number, number + 2).tolist()
+        return [divmod(piece, self.sequence + 1) for piece in self._pieces.read(first, after).tolist()]
+
+    @cached_property
+    def _firsts(self) -> NumberFile:
+        return NumberFile(self.folder / ROWS, "int64")
+
+    @cached_property
+    def _pieces(self) -> NumberFile:
+        return NumberFile(self.folder / PIECES, "int64")
+
+    @classmethod
+    def write(cls, folder: Path, sequence: int, plans: Iterable[Plan], on_planned: Callable[[int], None]) -> int:
+        """Write plans one after another, and return the number of their rows.
+
+        `on_planned` is called with numbers of tokens.
+        """
+        rows = pieces = 0
+        with (folder / ROWS).open("wb") as row_file, (folder / PIECES).open("wb") as piece_file:
+            row_file.write(np.zeros(1, "<i8").data)
+            for some in plans:
+                row_file.write((pieces + some.first[1:]).astype("<i8").data)
+                piece_file.write((some.start * (sequence + 1) + some.length).astype("<i8").data)
+                rows += some.rows
+                pieces += some.start.size
+                on_planned(int(some.length.sum()))
+        return rows
+
+
+@dataclass(frozen=True)
 class PackedRows(TokenRows):
     """Rows of pieces of a stream of tokens, filled up with padding.
 
@@ -71,8 +110,7 @@ class PackedRows(TokenRows):
     sequence: int
     special: SpecialTokens
     """The tokens that delimit the documents, whether they are apart or not."""
-    folder: Path
-    """Of the plan."""
+    plan: KeptPlan
     packed: Packed
 
     @property
@@ -98,10 +136,8 @@ class PackedRows(TokenRows):
         document. Padding has no label, and is a document of its own.
         """
         assert numbers.size == 0 or -1 <= numbers.min() <= numbers.max() < self.count, "row outside the plan"
-        shape = (numbers.size, self.sequence)
-        ids = np.zeros(shape, np.int32)
-        labels = np.full(shape, IGNORED, np.int32)
-        ends = np.zeros(shape, bool)
+        filled = Padding.of(numbers.size, self.sequence)
+        ids, labels, ends = filled
         for row, number in enumerate(numbers.tolist()):
             if number < 0:
                 continue
@@ -113,9 +149,7 @@ class PackedRows(TokenRows):
                 labels[row, lasts] = IGNORED
             labels[row, lasts[-1]] = following
             ends[row, lasts] = True
-        if not self.apart:
-            return {"tokens": ids, "labels": labels}
-        return {"tokens": ids, "labels": labels, "starts": document_starts(ends)}
+        return filled.arrays(self.apart)
 
     def lack(self) -> Lack | None:
         """Return how many documents there are, where none has a token to predict."""
@@ -126,14 +160,13 @@ class PackedRows(TokenRows):
             "give more data",
         )
 
-    def unigram_entropy(self) -> float:
+    def unigram_entropy(self, sharing: int = 1) -> float:
         """Return the entropy of all tokens."""
-        return self.tokens.unigram_entropy()
+        return self.tokens.unigram_entropy(sharing)
 
     def _pieces_of(self, number: int) -> tuple[Int[np.ndarray, " n"], list[int], int]:
         """Return the tokens of a row, the lengths of its pieces, and the label of the last token."""
-        first, after = self._firsts.read(number, number + 2).tolist()
-        pieces = [divmod(piece, self.sequence + 1) for piece in self._pieces.read(first, after).tolist()]
+        pieces = self.plan.pieces(number)
         ids = np.concatenate([self.tokens.read(start, start + length) for start, length in pieces])
         start, length = pieces[-1]
         return ids, [length for _, length in pieces], self._label_after(start + length, int(ids[-1]))
@@ -144,14 +177,6 @@ class PackedRows(TokenRows):
             return IGNORED
         following = int(self.tokens.read(stop, stop + 1)[0])
         return IGNORED if following == self.special.bos else following
-
-    @cached_property
-    def _firsts(self) -> NumberFile:
-        return NumberFile(self.folder / ROWS, "int64")
-
-    @cached_property
-    def _pieces(self) -> NumberFile:
-        return NumberFile(self.folder / PIECES, "int64")
 
 
 def open_packed(tokens: Tokens, sequence: int, special: SpecialTokens, name: str, progress: Progress) -> PackedRows:
@@ -164,30 +189,24 @@ def open_packed(tokens: Tokens, sequence: int, special: SpecialTokens, name: str
     def fill(new: Path) -> dict[str, int]:
         lengths = document_lengths(tokens, special, progress)
         packing = Pass(progress, "packing documents", tokens.length * _width(tokens))
-        rows = pieces = 0
-        with (new / ROWS).open("wb") as row_file, (new / PIECES).open("wb") as piece_file:
-            row_file.write(np.zeros(1, "<i8").data)
-            for start, some in _plans(lengths, sequence):
-                row_file.write((pieces + some.first[1:]).astype("<i8").data)
-                piece_file.write(((start + some.start) * (sequence + 1) + some.length).astype("<i8").data)
-                rows += some.rows
-                pieces += some.start.size
-                packing.read(int(some.length.sum()) * _width(tokens))
+        plans = _plans(lengths, sequence)
+        rows = KeptPlan.write(new, sequence, plans, lambda planned: packing.read(planned * _width(tokens)))
         cut = int((lengths > sequence).sum())
         return Packed(rows, tokens.length, lengths.size, cut, cut_in_stream(lengths, sequence))._asdict()
 
     key = digest("packed rows", VERSION, name, tokens.length, special.bos, special.eos, sequence)
     folder = cache_folder() / key
     facts = open_cache(folder, fill, progress)
-    return PackedRows(tokens, sequence, special, folder, Packed(**facts))
+    return PackedRows(tokens, sequence, special, KeptPlan(folder, sequence), Packed(**facts))
 
 
-def _plans(lengths: Int[np.ndarray, " documents"], sequence: int) -> Iterator[tuple[int, Plan]]:
-    """Yield the plans of `PLANNED` documents at a time, each with where these start in the stream of tokens."""
+def _plans(lengths: Int[np.ndarray, " documents"], sequence: int) -> Iterator[Plan]:
+    """Yield the plans of `PLANNED` documents at a time."""
     start = 0
     for first in range(0, lengths.size, PLANNED):
         some = lengths[first : first + PLANNED]
-        yield start, plan(some, sequence)
+        found = plan(some, sequence)
+        yield found._replace(start=start + found.start)
         start += int(some.sum())
 
 
@@ -201,24 +220,34 @@ def document_lengths(
 def lengths_in_order(
     tokens: Tokens, special: SpecialTokens, progress: Progress = unseen
 ) -> Iterator[Int[np.ndarray, " documents"]]:
-    """Yield the same a few documents at a time: those that end in the same `CHUNK` tokens."""
+    """Yield the same a few documents at a time: those that end in the same `CHUNK` tokens.
+
+    Of conversations each row to learn from is a document.
+    """
     finding = Pass(progress, "finding documents", tokens.length * _width(tokens))
     begin = 0
     for start in range(0, tokens.length, CHUNK):
-        ids = tokens.read(start, min(start + CHUNK, tokens.length))
-        borders = [np.zeros(0, np.int64)]
-        for token, behind in ((special.bos, 0), (special.eos, 1)):
-            if token is not None:
-                borders.append(start + np.flatnonzero(ids == token) + behind)
-        finding.read(ids.nbytes)
-        # The end of a document and the beginning of the next one are the same border.
-        found = np.unique(np.concatenate(borders))
+        words = tokens.words(start, min(start + CHUNK, tokens.length))
+        finding.read(words.nbytes)
+        found = start + document_borders(words, special, tokens.marked)
         found = found[found > begin]
         if found.size:
             yield np.diff(found, prepend=begin)
             begin = int(found[-1])
     if begin < tokens.length:
         yield np.array([tokens.length - begin])
+
+
+def document_borders(words: Int[np.ndarray, " n"], special: SpecialTokens, marked: bool) -> Int[np.ndarray, " borders"]:
+    """Return before which of these tokens a document begins, or another one ends."""
+    if marked:
+        return np.flatnonzero(begins_of(words))
+    borders = [np.zeros(0, np.int64)]
+    for token, behind in ((special.bos, 0), (special.eos, 1)):
+        if token is not None:
+            borders.append(np.flatnonzero(words == token) + behind)
+    # The end of a document and the beginning of the next one are the same border.
+    return np.unique(np.concatenate(borders))
 
 
 def _width(tokens: Tokens) -> int:

@@ -50,10 +50,19 @@ def plan(lengths: Int[np.ndarray, " documents"], sequence: int) -> Plan:
         rows += used
     if not row:
         return Plan(np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
-    rows_of = np.concatenate(row)
-    by_row = np.argsort(rows_of, kind="stable")
-    first_piece = np.concatenate([[0], np.cumsum(np.bincount(rows_of, minlength=rows))])
-    return Plan(first_piece, np.concatenate(start)[by_row], np.concatenate(length)[by_row])
+    return in_rows(np.concatenate(row), rows, np.concatenate(start), np.concatenate(length))
+
+
+def in_rows(
+    row: Int[np.ndarray, " pieces"],
+    rows: int,
+    start: Int[np.ndarray, " pieces"],
+    length: Int[np.ndarray, " pieces"],
+) -> Plan:
+    """Return the plan that puts each piece into its row."""
+    by_row = np.argsort(row, kind="stable")
+    first = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=rows))])
+    return Plan(first, start[by_row], length[by_row])
 
 
 def pieces(

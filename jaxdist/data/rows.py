@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Integer
 
+from jaxdist.data.number_file import JoinedNumbers
 from jaxdist.data.tokens import IGNORED, Tokens
+
+AT_A_TIME = 64
+"""Rows that are read before they become tokens and labels."""
+
+ALIGNMENT = 64
+"""Of the arrays of a batch, in bytes."""
 
 
 class Lack(NamedTuple):
@@ -18,6 +26,26 @@ class Lack(NamedTuple):
     what: str
     """What there is instead, as the end of "the data has"."""
     remedy: str
+
+
+class Padding(NamedTuple):
+    """Rows without a token, in which pieces of documents are put."""
+
+    ids: Int[np.ndarray, "n S"]
+    labels: Int[np.ndarray, "n S"]
+    ends: Bool[np.ndarray, "n S"]
+    """Where a piece ends."""
+
+    @classmethod
+    def of(cls, count: int, sequence: int) -> Padding:
+        """Return so many rows."""
+        shape = (count, sequence)
+        return cls(np.zeros(shape, np.int32), np.full(shape, IGNORED, np.int32), np.zeros(shape, bool))
+
+    def arrays(self, apart: bool) -> dict[str, np.ndarray]:
+        """Return what `TokenRows.read` does of these rows; `apart`: documents are."""
+        found = {"tokens": self.ids, "labels": self.labels}
+        return found | {"starts": document_starts(self.ends)} if apart else found
 
 
 class TokenRows(ABC):
@@ -52,8 +80,11 @@ class TokenRows(ABC):
         """Return why there is nothing to learn from these rows; None where there is."""
 
     @abstractmethod
-    def unigram_entropy(self) -> float:
-        """Return the entropy of the token frequencies, in nats: the loss of the best guess that ignores the context."""
+    def unigram_entropy(self, sharing: int = 1) -> float:
+        """Return the entropy of the token frequencies, in nats: the loss of the best guess that ignores the context.
+
+        Where these rows are one of `sharing` parts among which what a start reads is divided, less of them is read.
+        """
 
 
 @dataclass(frozen=True)
@@ -84,16 +115,16 @@ class CutRows(TokenRows):
     def windows(self, numbers: Int[np.ndarray, " n"]) -> Int[np.ndarray, "n S+1"]:
         """Return the tokens of these rows, each with the token after its last one."""
         assert numbers.size == 0 or 0 <= numbers.min() <= numbers.max() < self.count, "row outside the tokens"
-        out = np.empty((numbers.size, self.sequence + 1), np.int32)
-        for row, first in zip(out, (numbers * self.sequence).tolist(), strict=True):
-            row[:] = self.tokens.read(first, first + self.sequence + 1)
-        return out
+        return self._alone.windows(np.zeros(numbers.shape, np.int64), numbers).astype(np.int32)
 
     def read(self, numbers: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
         """Return the arrays of these rows."""
-        windows = np.zeros((numbers.size, self.sequence + 1), np.int32)
-        windows[numbers >= 0] = self.windows(numbers[numbers >= 0])
-        return labelled(windows, numbers[:, None] >= 0, self.tokens)
+        assert numbers.size == 0 or -1 <= numbers.min() <= numbers.max() < self.count, "row outside the tokens"
+        return self._alone.read(np.zeros(numbers.shape, np.int64), numbers)
+
+    @cached_property
+    def _alone(self) -> CutTogether:
+        return CutTogether((self,))
 
     def lack(self) -> Lack | None:
         """Return how many tokens there are, where they do not fill a row."""
@@ -105,26 +136,103 @@ class CutRows(TokenRows):
             "give more data, or lower model.sequence",
         )
 
-    def unigram_entropy(self) -> float:
+    def unigram_entropy(self, sharing: int = 1) -> float:
         """Return the entropy of all tokens, also of those that fill no row."""
-        return self.tokens.unigram_entropy()
+        return self.tokens.unigram_entropy(sharing)
+
+
+@dataclass(frozen=True)
+class CutTogether:
+    """The rows of several parts that are cut alike: of the same length, with the same tokens between documents."""
+
+    parts: tuple[CutRows, ...]
+
+    def read(self, owners: Int[np.ndarray, " n"], numbers: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        """Return the arrays of rows, given the part of each and its number in it, as `TokenRows.read` does.
+
+        They are read in the order in which they lie in the parts, a few at a time, which stay in the cache of a core
+        until they have become tokens and labels.
+        """
+        tokens = self.parts[0].tokens
+        arrays = _empty(numbers.size, self.parts[0].sequence, tokens.apart)
+        order = np.lexsort((numbers, owners))
+        for first in range(0, order.size, AT_A_TIME):
+            rows = order[first : first + AT_A_TIME]
+            windows = self.windows(owners[rows], numbers[rows])
+            _label(arrays, rows, windows, numbers[rows, None] >= 0, tokens)
+        return arrays
+
+    def windows(self, owners: Int[np.ndarray, " n"], numbers: Int[np.ndarray, " n"]) -> Integer[np.ndarray, "n S+1"]:
+        """Return the tokens of the same rows, each with the token after its last one; of a row of -1 they are 0."""
+        sequence = self.parts[0].sequence
+        windows = np.empty((numbers.size, sequence + 1), self._stream.dtype)
+        windows[numbers < 0] = 0
+        rows = np.flatnonzero(numbers >= 0)
+        self._stream.fill(windows, rows, self._firsts[owners[rows]] + numbers[rows] * sequence)
+        return windows
+
+    @cached_property
+    def _stream(self) -> JoinedNumbers:
+        """The files of all parts, one after another."""
+        streams = [part.tokens for part in self.parts]
+        assert not any(tokens.marked for tokens in streams), "conversations are not cut"
+        files = tuple(file for tokens in streams for file in tokens.files)
+        narrow = all(file.dtype == "uint16" for file in files)
+        counts = tuple(count for tokens in streams for count in tokens.counts)
+        return JoinedNumbers(files, counts, "uint16" if narrow else "uint32")
+
+    @cached_property
+    def _firsts(self) -> Int[np.ndarray, " parts"]:
+        """The place of the first token of each part among all those of the files."""
+        before = np.cumsum([0, *(sum(part.tokens.counts) for part in self.parts[:-1])])
+        return before + [part.tokens.start for part in self.parts]
 
 
 def labelled(
-    windows: Int[np.ndarray, "n S+1"], counts: Bool[np.ndarray, "n ..."], tokens: Tokens
+    windows: Integer[np.ndarray, "n S+1"], counts: Bool[np.ndarray, "n ..."], tokens: Tokens
 ) -> dict[str, np.ndarray]:
     """Return the arrays of rows from windows of `tokens`; a token has a label where it `counts`, [n, S] or [n, 1]."""
-    ids = np.ascontiguousarray(windows[:, :-1])
-    labels = np.where(counts, windows[:, 1:], np.int32(IGNORED))
-    if not tokens.apart:
-        return {"tokens": ids, "labels": labels}
-    # If documents are apart, nothing predicts the first token of the next document, so it does not count.
-    ends = document_ends(windows, tokens.begin, tokens.end)
-    labels[ends] = IGNORED
-    return {"tokens": ids, "labels": labels, "starts": document_starts(ends)}
+    arrays = _empty(windows.shape[0], windows.shape[1] - 1, tokens.apart)
+    _label(arrays, np.arange(windows.shape[0]), windows, counts, tokens)
+    return arrays
 
 
-def document_ends(windows: Int[np.ndarray, "n S+1"], begin: int | None, end: int | None) -> Bool[np.ndarray, "n S"]:
+def _label(
+    arrays: dict[str, np.ndarray],
+    rows: Int[np.ndarray, " n"],
+    windows: Integer[np.ndarray, "n S+1"],
+    counts: Bool[np.ndarray, "n ..."],
+    tokens: Tokens,
+) -> None:
+    """Write what `labelled` returns into some `rows` of the arrays."""
+    labels = windows[:, 1:]
+    if not counts.all():
+        labels = np.where(counts, labels, np.int32(IGNORED))
+    if tokens.apart:
+        # If documents are apart, nothing predicts the first token of the next document, so it does not count.
+        ends = document_ends(windows, tokens.begin, tokens.end)
+        labels = np.where(ends, np.int32(IGNORED), labels)
+        arrays["starts"][rows] = document_starts(ends)
+    arrays["tokens"][rows] = windows[:, :-1]
+    arrays["labels"][rows] = labels
+
+
+def _empty(rows: int, sequence: int, apart: bool) -> dict[str, np.ndarray]:
+    """Return the arrays of rows without content. They begin at a multiple of `ALIGNMENT` if their size is one.
+
+    Where the CPU is the device, JAX takes such arrays as they are, and would copy others.
+    """
+    names = ["tokens", "labels"]
+    if apart:
+        names.append("starts")
+    size = np.dtype(np.int32).itemsize * len(names) * rows * sequence
+    room = np.empty(size + ALIGNMENT, np.uint8)
+    first = -room.ctypes.data % ALIGNMENT
+    arrays = room[first : first + size].view(np.int32).reshape(len(names), rows, sequence)
+    return dict(zip(names, arrays, strict=True))
+
+
+def document_ends(windows: Integer[np.ndarray, "n S+1"], begin: int | None, end: int | None) -> Bool[np.ndarray, "n S"]:
     """Return which tokens are the last ones of their documents: each `end`, and each token before a `begin`."""
     ends = np.zeros((windows.shape[0], windows.shape[1] - 1), bool)
     if end is not None:

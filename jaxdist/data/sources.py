@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxdist.config import RequestError
 from jaxdist.config.text_template import TEXT
+from jaxdist.config.values import RowForm
 from jaxdist.data import skipped
-from jaxdist.data.compressed import decompressed, is_compressed, text_size
-from jaxdist.data.known import known, known_before
+from jaxdist.data.chats import counts
+from jaxdist.data.chats.conversations import Conversations
+from jaxdist.data.chats.recognizing import form_of_files
+from jaxdist.data.compressed import check_whole, decompressed, is_compressed, text_size
+from jaxdist.data.known import SAMPLES, known, known_before, sampled
 from jaxdist.data.readers import reader_before, reader_of
-from jaxdist.data.readers.json_lines import holds_objects
+from jaxdist.data.readers.json_lines import holds_list, holds_objects
 from jaxdist.data.readers.plain_text import PLAIN_TEXT
 from jaxdist.data.readers.python_library import PYTHON_LIBRARY, library_files, library_folder
 from jaxdist.data.readers.reader import (
@@ -28,8 +33,10 @@ from jaxdist.data.readers.reader import (
     unseen,
 )
 from jaxdist.data.skipped import Skipped
+from jaxdist.data.token_samples import BLOCKS, WHOLE
 from jaxdist.files import blocks, digest
 from jaxdist.files.reasons import reading
+from jaxdist.output.units import counted
 
 BLOCK_BYTES = 64 << 10
 """Plain text is cut into blocks of about this many bytes."""
@@ -39,6 +46,9 @@ SMALLEST_BLOCK_BYTES = 256
 
 HELD_OUT_BLOCKS = 4
 """Number of blocks of a plain text that are held out at least, if the smallest block size allows it."""
+
+TABLES = (".csv", ".tsv")
+"""The endings of tables, of which no rows are read."""
 
 CONTENTS = "SHA-256 of each file"
 """What is known of files."""
@@ -67,6 +77,8 @@ class TextFile(NamedTuple):
     """Whether the whole file is held out."""
     skips: bool = False
     """Whether rows without a text that can be read are left out, as data.on_error says."""
+    chats: Conversations | None = None
+    """Makes documents of rows that are conversations; None where the text of a row is the document."""
 
     def documents(
         self,
@@ -90,17 +102,31 @@ class TextFile(NamedTuple):
                 on_read,
                 self.block,
                 self.text,
+                self.chats,
                 start=start,
                 stop=stop,
                 on_empty=rows.blank,
                 bad=rows.bad,
             )
             if inside:
-                opened = opened._replace(file=inside, on_read=unseen)
+                opened = opened._replace(file=inside, on_read=unseen, bad=self._bad_if_whole(rows))
             for document in self.reader.documents(opened):
                 if self.reader.keyed:
                     rows.good()
                 yield document
+
+    def _bad_if_whole(self, rows: Skipped) -> Callable[[RequestError], None]:
+        """Return what is done with bad rows of a compressed file: where it is damaged, that is why they are bad."""
+        checked = False
+
+        def bad(error: RequestError) -> None:
+            nonlocal checked
+            if not checked:
+                check_whole(self.path)
+                checked = True
+            rows.bad(error)
+
+        return bad
 
     def places(self, step: int) -> Iterator[int]:
         """Yield where the file may be divided, about every `step` bytes; nothing if it has to be read at once."""
@@ -125,14 +151,29 @@ class Source:
     """Whether rows without a text that can be read are left out, as data.on_error says."""
     folder: Path | None = None
     """Of Python's own library, the folder below which the names of its files count."""
+    chats: Conversations | None = None
+    """Makes documents of rows that are conversations; None where the text of a row is the document."""
+    one_of: int = 1
+    """How many times less a start reads of files of tokens than of those of a run on them alone."""
 
     @classmethod
     def of(
-        cls, *paths: Path, name: str | None = None, left_out: str = "", text: str = TEXT, skips: bool = False
+        cls,
+        *paths: Path,
+        name: str | None = None,
+        left_out: str = "",
+        text: str = TEXT,
+        skips: bool = False,
+        form: RowForm = "auto",
     ) -> Source:
-        """Return the source that reads these files in order. By default it is called by the first one."""
+        """Return the source that reads these files in order. By default it is called by the first one.
+
+        Its first file with rows says whether these are conversations, unless `form` does. Raises `RequestError` where
+        other files cannot hold them.
+        """
         files = tuple(DataFile(path, reader_of(path, text)) for path in paths)
-        return cls(name or str(paths[0]), files, left_out, text, skips)
+        chats = form_of_files(files, text, form)
+        return cls(name or str(paths[0]), files, left_out, text, skips, chats=Conversations(chats) if chats else None)
 
     @classmethod
     def library(cls) -> Source:
@@ -143,7 +184,8 @@ class Source:
 
     def as_before(self) -> Source | None:
         """Return the source as earlier versions read it; None if they read none of its files."""
-        if self.folder:
+        # They read no conversations.
+        if self.folder or self.chats:
             return self
         paths = self.paths
         # A list of files was read as a text.
@@ -164,6 +206,11 @@ class Source:
         if contents is None:
             return None
         return [path for path, content in zip(self.paths, contents, strict=True) if _sha256(path, on_read) != content]
+
+    @property
+    def all(self) -> list[Source]:
+        """Itself, as `Sources` have theirs."""
+        return [self]
 
     @property
     def holds_tokens(self) -> bool:
@@ -188,26 +235,36 @@ class Source:
     def describe(self, facts: Mapping[str, Any]) -> str:
         """Return what the summary calls the data, from the facts of the cache that holds their tokens."""
         reader = self.files[0].reader
-        if len(self.files) == 1 or self.folder:
+        count = f", {len(self.files):,} files" if len(self.files) > 1 else ""
+        if self.chats:
+            words = f"{self.name}{count}, {counted(facts['ended'], self.chats.noun)}"
+        elif len(self.files) == 1 or self.folder:
             assert isinstance(reader, TextReader)
             words = reader.describe(Path(self.name), facts["documents"])
         else:
-            words = f"{self.name}, {len(self.files):,} files, {facts['ended']:,} documents"
+            words = f"{self.name}{count}, {facts['ended']:,} documents"
         others = [f"{self.left_out} left out"] if self.left_out else []
         # Many an __init__.py of Python's own library is empty.
         others += [] if self.folder else skipped.describe_empty(facts)
-        others += skipped.describe(facts)
+        others += skipped.describe(facts, self.paths)
+        others += counts.describe(facts)
         if self.misnamed:
             others.append(self.misnamed)
         return f"{words} ({'; '.join(others)})" if others else words
 
     @cached_property
     def misnamed(self) -> str:
-        """What to do where the first plain text holds JSON lines by its first line; empty where it does not."""
+        """What to do where the first plain text begins as rows of JSON, on lines or in a list; empty where not."""
         path = next((path for path, reader in self.files if reader == PLAIN_TEXT), None)
-        if path is None or not holds_objects(path):
+        if path is None:
             return ""
-        return f"'{path}' is read as plain text, but begins with a JSON object; name it .jsonl to read its rows"
+        if holds_objects(path):
+            return f"'{path}' is read as plain text, but begins with a JSON object; name it .jsonl to read its rows"
+        if path.suffix.lower() in TABLES:
+            return f"'{path}' is read as plain text, with its columns; write its texts into a .jsonl to read its rows"
+        if holds_list(path):
+            return f"'{path}' is a JSON list; write each of its objects on a line of a .jsonl to read them as rows"
+        return ""
 
     def stamp(self) -> list[tuple[int, int]]:
         """Return the size and the time of modification of each file.
@@ -220,15 +277,33 @@ class Source:
                 states.append(os.stat(file.path))
         return [(state.st_size, state.st_mtime_ns) for state in states]
 
-    def digest(self, on_read: OnRead = unseen) -> str:
-        """Return the SHA-256 (hex) of the forms and the content of the files, and of the names in Python's library.
+    @cached_property
+    def by_samples(self) -> bool:
+        """Whether a start reads samples of the files and not all of them: of tokens, which are used in place."""
+        return self.holds_tokens and self.size > WHOLE // self.one_of
+
+    def sampled_digest(self) -> str:
+        """Return a hash of the forms, sizes and samples of the files, that of files which a start does not read."""
+        keys = [reader.key for _, reader in self.files]
+        return digest(*keys, sampled(self.paths, max(SAMPLES, BLOCKS // self.one_of // len(self.files))))
+
+    def contents(self, on_read: OnRead = unseen) -> list[str]:
+        """Return the SHA-256 (hex) of each file.
 
         One pass over the bytes, unless they are `known`; `on_read` is called with the numbers of bytes as they are
-        read. The same files give the same digest, whether a folder, a pattern or a list names them.
+        read.
+        """
+        return known(CONTENTS, self.paths, lambda: [_sha256(path, on_read) for path in self.paths])
+
+    def digest(self, on_read: OnRead = unseen, contents: list[str] | None = None) -> str:
+        """Return the SHA-256 (hex) of the forms and the content of the files, and of the names in Python's library.
+
+        It needs their `contents`. The same files give the same digest, whether a folder, a pattern or a list names
+        them.
         """
         total = hashlib.sha256()
         before = ""
-        contents = known(CONTENTS, self.paths, lambda: [_sha256(path, on_read) for path in self.paths])
+        contents = contents or self.contents(on_read)
         for (path, reader), content in zip(self.files, contents, strict=True):
             if reader.key != before:
                 total.update(reader.key.encode())
@@ -238,6 +313,8 @@ class Source:
             total.update(bytes.fromhex(content))
         if self.text != TEXT:
             total.update(b"\0text\0" + self.text.encode())
+        if self.chats:
+            total.update(b"\0chats\0" + self.chats.form.encode())
         return total.hexdigest()
 
     def texts(self, held_out: bool = True, fraction: float = 0.0) -> list[TextFile]:
@@ -253,8 +330,8 @@ class Source:
         texts = []
         for path, reader in self.files:
             with reading(path):
-                _as_text(reader).check(path, self.text)
-            texts.append(TextFile(path, _as_text(reader), size, self.text, held_out, self.skips))
+                _as_text(reader).check(path, self.text, self.chats)
+            texts.append(TextFile(path, _as_text(reader), size, self.text, held_out, self.skips, self.chats))
         return texts
 
     def documents(
@@ -290,6 +367,11 @@ class Sources:
         held_out = self.held_out.as_before() if self.held_out else None
         return replace(self, training=self.training.as_before() or self.training, held_out=held_out)
 
+    def one_of(self, many: int) -> Sources:
+        """Return the data as a source of which a start reads so many times less."""
+        held_out = replace(self.held_out, one_of=many) if self.held_out else None
+        return replace(self, training=replace(self.training, one_of=many), held_out=held_out)
+
     @property
     def name(self) -> str:
         """What the request calls the data to train on."""
@@ -304,10 +386,30 @@ class Sources:
         """Return the stamps of all files."""
         return [stamp for source in self.all for stamp in source.stamp()]
 
-    def digest(self, on_read: OnRead = unseen) -> str:
+    @property
+    def by_samples(self) -> bool:
+        """Whether a start reads samples of some of the files."""
+        return any(source.by_samples for source in self.all)
+
+    def contents(self, on_read: OnRead = unseen) -> list[str]:
+        """Return the SHA-256 (hex) of each file of `all`."""
+        return [content for source in self.all for content in source.contents(on_read)]
+
+    def digest(self, on_read: OnRead = unseen, contents: list[str] | None = None) -> str:
         """Return a hash of the content of both sources, or of one source and the fraction that is held out."""
-        held_out = self.held_out.digest(on_read) if self.held_out else self.fraction
-        return digest(self.training.digest(on_read), held_out)
+        contents = contents or self.contents(on_read)
+        first = len(self.training.files)
+        held_out = self.held_out.digest(contents=contents[first:]) if self.held_out else self.fraction
+        return digest(self.training.digest(contents=contents[:first]), held_out)
+
+    def sampled_digest(self, on_read: OnRead = unseen) -> str:
+        """Return the same, of files that a start does not read by samples of them."""
+        contents = [source.sampled_digest() if source.by_samples else source.digest(on_read) for source in self.all]
+        return digest("samples", *contents, *([] if self.held_out else [self.fraction]))
+
+    def sampled(self) -> str:
+        """Return a hash of the sizes and samples of all files: where it differs, `digest` does."""
+        return digest(*(sampled(source.paths) for source in self.all))
 
     def texts(self) -> list[TextFile]:
         """Return the files of text, in order: those of `training`, then those of `held_out`."""

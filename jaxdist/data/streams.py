@@ -7,7 +7,7 @@ in place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ from tokenizers import Tokenizer
 
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data import skipped
+from jaxdist.data.chats import opening
+from jaxdist.data.chats.opening import with_template
+from jaxdist.data.chats.rendering import Renderer
 from jaxdist.data.naming.paths import open_sources
 from jaxdist.data.progress import Pass, Progress
 from jaxdist.data.sources import Sources
-from jaxdist.data.token_files import form_of, open_token_files, other_form, types
+from jaxdist.data.token_files import form_of, open_token_files, other_form, row_use_of, types
 from jaxdist.data.tokenizing.encoder import ALPHABET, train_tokenizer
 from jaxdist.data.tokenizing.token_store import open_store
 from jaxdist.data.tokens import Tokens
@@ -30,6 +33,9 @@ from jaxdist.output.units import rounded
 
 VERSION = 3
 """Version of the cache's content; increase it when the same text would give other files."""
+
+SAMPLED = "samples-"
+"""What the fingerprints of data begin with of which a start reads samples."""
 
 EARLIER = 2
 """The version before it, for runs that began with it: a BOS or EOS that a document has as text stood there twice."""
@@ -44,7 +50,7 @@ class Streams:
     tokenizer: GivenTokenizer | None
     """What made them; None for a .bin without data.tokenizer."""
     fingerprint: str
-    """Hexadecimal hash of the source's content, the tokenizer and the split."""
+    """Hexadecimal hash of the source's content, or of samples of it (after `SAMPLED`), the tokenizer and the split."""
     source: str
     """What the data are, and how many."""
     tokenized: str = ""
@@ -55,6 +61,14 @@ class Streams:
     """What the cache knows of text beside its tokens."""
     changed: bool = False
     """Whether an `EARLIER` version read them in another way."""
+    of_content: Callable[[], str] | None = None
+    """Returns the fingerprint that reading all of them gives, as runs had it before a start read samples; None where
+    that is the fingerprint."""
+    of_more_samples: Callable[[], str] | None = None
+    """Returns the fingerprint of a source of a mixture as runs had it before less was read of such a one; None of what
+    is read as it was."""
+    chats: Renderer | None = None
+    """What wrote them, where they are conversations."""
 
     @property
     def line(self) -> str:
@@ -63,8 +77,10 @@ class Streams:
 
     @property
     def special(self) -> SpecialTokens:
-        """The tokens that delimit documents."""
-        return self.tokenizer.special if self.tokenizer else SpecialTokens()
+        """The tokens that delimit documents, and end texts that are generated."""
+        if self.tokenizer is None:
+            return SpecialTokens()
+        return opening.stopping(self.tokenizer, self.chats) if self.chats else self.tokenizer.special
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,8 @@ class Request:
     given: GivenTokenizer | None
     earlier: bool = False
     """Whether the data are read as the `EARLIER` version read them."""
+    whole: bool = False
+    """Whether files of tokens are read whole where a start reads samples."""
 
     @classmethod
     def of(cls, config: DataConfig, vocab: int, progress: Progress) -> Request:
@@ -102,9 +120,19 @@ class Request:
     def _tokens(self) -> Streams:
         """Open files of tokens in place. Without validation files, the tail of their tokens is held out."""
         sources = self.sources
-        files = open_token_files(sources.all, self.given, self.vocab, self.progress, self.config.dtype)
+        files = open_token_files(sources.all, self.given, self.vocab, self.progress, self.config.dtype, self.whole)
         parts = [file.tokens for file in files]
-        content = sources.digest(Pass(self.progress, "reading the data", sources.size).read)
+        others = [*identity(self.given), *types(parts)]
+
+        def of_content() -> str:
+            return digest(sources.digest(Pass(self.progress, "reading the data", sources.size).read), *others)
+
+        def of_more_samples() -> str:
+            before = sources.one_of(1)
+            return SAMPLED + digest(before.sampled_digest(), *others) if before.by_samples else of_content()
+
+        # An earlier version read all of them.
+        by_samples = sources.by_samples and not self.earlier
         if sources.held_out:
             train, validation = parts
         else:
@@ -117,8 +145,11 @@ class Request:
             train,
             validation,
             tokenizer=self.given,
-            fingerprint=digest(content, *identity(self.given), *types(parts)),
+            fingerprint=SAMPLED + digest(sources.sampled_digest(), *others) if by_samples else of_content(),
+            of_content=of_content if by_samples else None,
+            of_more_samples=of_more_samples if by_samples and sources.training.one_of > 1 else None,
             source=f"{sources.name}{form_of(files[0])}, {sizes}{self._by_name()}{other_form(files)}",
+            facts=row_use_of(sources.training, train, self.given, self.progress),
         )
 
     def _by_name(self) -> str:
@@ -131,12 +162,15 @@ class Request:
 
     def _text(self) -> Streams:
         """Open text of any form from the cache, after filling it if it lacks this text, tokenizer and split."""
-        if self.given is None:
+        if self.given is None and self.sources.training.chats is None:
             check_byte_level(self.vocab)
         sources = self.sources
+        if any(source.chats for source in sources.all):
+            sources = with_template(sources, self.config, self.given)
+        chats = opening.identity(sources)
         store = open_store(
             sources,
-            self._key,
+            lambda content: self._key(content, chats),
             self.vocab,
             self.given,
             self.progress,
@@ -151,20 +185,25 @@ class Request:
             tokenizer=store.used,
             # Tokens that differ from an earlier version's have another name.
             fingerprint=digest(
-                store.content, *identity(store.used), *(["once"] if note else []), *skipped.identity(store.facts)
+                store.content,
+                *identity(store.used),
+                *(["once"] if note else []),
+                *chats,
+                *skipped.identity(store.facts),
             ),
             source=f"{sources.training.describe(store.facts)}, {sizes}",
             tokenized=self._describe_tokenizer(store.used),
             aside=f"; {note}" if note else "",
             facts=store.facts,
+            chats=sources.training.chats.renderer if sources.training.chats else None,
             changed=note is not None,
         )
 
-    def _key(self, content: str) -> str:
-        """Return what names all that determines the token files."""
+    def _key(self, content: str, chats: list[str]) -> str:
+        """Return what names all that determines the token files; `chats` names it of conversations."""
         tokenizer, *marks = identity(self.given)
         skips = ["skip"] if self.sources.training.skips else []
-        return digest(EARLIER if self.earlier else VERSION, content, tokenizer, self.vocab, *marks, *skips)
+        return digest(EARLIER if self.earlier else VERSION, content, tokenizer, self.vocab, *marks, *skips, *chats)
 
     def _train_tokenizer(self) -> str:
         sampling = Pass(self.progress, "reading text for the tokenizer", self.sources.size)

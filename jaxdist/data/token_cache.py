@@ -54,7 +54,7 @@ SILENT_SECONDS = 24 * 3600
 
 
 class Unfinished(RequestError):
-    """Refuse to go on filling a folder, with which the next start continues."""
+    """Refuse to go on filling a folder, of which the next start can use what is there."""
 
 
 class Damaged(Exception):
@@ -195,6 +195,19 @@ def _take_over(folder: Path, new: Path) -> IO[str] | None:
                 stack.pop_all()
                 return lock
     return None
+
+
+def left_behind(cache: Path, but: Path) -> Iterator[Path]:
+    """Yield the partial folders that processes of this host have left, each locked until the next one; not `but`."""
+    for path in sorted(cache.iterdir()):
+        name = FOLDER_NAME.fullmatch(path.name)
+        if path == but or not name or name["broken"] or path.is_symlink() or not (path / PROGRESS).is_file():
+            continue
+        # A process that is alive holds the lock; it may have ended, and the folder with it, meanwhile.
+        with contextlib.suppress(OSError, ValueError), open_no_follow(path / WRITER, "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock.read() == platform.node():
+                yield path
 
 
 def _rename(new: Path, folder: Path) -> None:

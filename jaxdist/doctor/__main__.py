@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ from jaxdist.doctor.findings import Finding, Here, unchecked, wrong
 from jaxdist.process.exit_codes import DONE, REFUSED
 from jaxdist.request import JSON, arguments, run
 from jaxdist.request.options import Scan
+from jaxdist.request.own_runs import is_of_fit
 
 if TYPE_CHECKING:
     import jax
@@ -53,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     """Check a run before it starts, or the folder of one that has started, and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     words = Scan.of(argv, [JSON]).positionals
-    if words and words[0] and os.path.isfile(os.path.join(words[0], "config.toml")):
+    if words and words[0] and (os.path.isfile(os.path.join(words[0], "config.toml")) or is_of_fit(Path(words[0]))):
         return _watch(argv, Path(words[0]))
     request = arguments(argv, "doctor", DESCRIPTION, extras=[JSON])
     found = []
@@ -65,12 +67,13 @@ def main(argv: list[str] | None = None) -> int:
         found = [wrong("processes", problem, "") for problem in error.problems]
     # `env` stands for these options from here on.
     config = request.config.model_copy(update={"cluster": ClusterConfig()})
-    return Doctor(Here(config, env), request.extras["json"], found).examine()
+    verify = shlex.join(["python", "-m", "jaxdist.train", *(word for word in argv if word != "--json"), "--verify"])
+    return Doctor(Here(config, env, verify=verify), request.extras["json"], found).examine()
 
 
 def _watch(argv: list[str], folder: Path) -> int:
     """Print the state of the processes of a run."""
-    request = arguments(argv, "doctor", DESCRIPTION, positional="RUN", extras=[JSON], knobs=())
+    request = arguments(argv, "doctor", DESCRIPTION, positional="RUN", extras=[JSON], knobs=(), of_fit=True)
     result = watching.watch(folder)
     if request.extras["json"]:
         print(json.dumps(result))
@@ -210,6 +213,8 @@ class Doctor:
         with self._patience("all-reduce", "it has not come back"):
             self._note("all-reduce", devices.reductions, self.here, mesh, hosts)
         self._note("NCCL", devices.nccl, self.here, log)
+        if self.here.env.leader:
+            self.found += findings.for_all(devices.numbers(self.here, mesh))
 
     def _start_mesh(self) -> tuple[jax.sharding.Mesh, int] | tuple[None, None]:
         """Return the mesh of the run and the bytes of a checkpoint; None for both if the request does not fit."""

@@ -20,8 +20,7 @@ from jaxdist.doctor.findings import Finding, Here, for_all, ok, unchecked, warni
 from jaxdist.doctor.software import fraction
 from jaxdist.output.units import counted
 from jaxdist.planning import clusters
-from jaxdist.planning.collective_time import wire_share
-from jaxdist.planning.predicted_collectives import ALL_REDUCE
+from jaxdist.planning.predicted_collectives import ALL_REDUCE, wire_share
 from jaxdist.sharding import BATCH, Layout
 
 BYTES = 64 << 20
@@ -198,6 +197,13 @@ def listen_to_nccl(here: Here) -> Path | None:
     file = Path(tempfile.mkdtemp(prefix="jaxdist-nccl-")) / "log"
     os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=str(file))
     return file
+
+
+def numbers(here: Here, mesh: jax.sharding.Mesh) -> Iterator[Finding]:
+    """Name the command that proves what no check here does: that a step on the mesh is one of one device."""
+    if mesh.size > 1 and not here.config.pipeline.asynchronous:
+        why = "no step on this mesh was compared with the same step on one device"
+        yield unchecked("numbers", why, f"this does it, started as the run is: {here.verify}")
 
 
 def nccl(here: Here, file: Path | None, root: Path = Path("/")) -> Iterator[Finding]:

@@ -48,6 +48,8 @@ class Here:
     config: Config
     env: ProcessEnv = field(default_factory=ProcessEnv)
     environment: MutableMapping[str, str] = field(default_factory=lambda: os.environ)
+    verify: str = ""
+    """The command that compares a step of the run with one device."""
     gpus: int = 0
     """Number of GPUs that the driver shows."""
     buses: tuple[str, ...] = ()
@@ -89,9 +91,9 @@ def refused(check: str, error: RequestError) -> Finding:
     return wrong(check, text, remedy)
 
 
-def unchecked(check: str, why: str) -> Finding:
-    """Return the finding of a check that could not be made."""
-    return Finding(check, UNCHECKED, why)
+def unchecked(check: str, why: str, remedy: str = "") -> Finding:
+    """Return the finding of a check that could not be made; `remedy` says how else to make it."""
+    return Finding(check, UNCHECKED, why, remedy)
 
 
 def for_all(findings: Iterable[Finding]) -> list[Finding]:

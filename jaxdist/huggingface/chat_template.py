@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from jaxdist.config import RequestError
 from jaxdist.files.json_files import is_unicode, read_text
@@ -19,8 +19,35 @@ from jaxdist.huggingface.tokenizer import token_names
 if TYPE_CHECKING:
     from jinja2 import Template
 
-Message = Mapping[str, str]
-"""One turn of a conversation: its `role` (system, user or assistant) and its `content`."""
+Message = Mapping[str, Any]
+"""One turn of a conversation: its `role` (system, user, assistant or tool) and its `content`."""
+
+THINKING = "enable_thinking"
+"""The variable by which templates of some models are told whether to think first."""
+
+
+class ChatText(NamedTuple):
+    """The text of a template and the special tokens that it may name."""
+
+    jinja: str
+    folder: Path
+    """The folder that it is from, for messages."""
+    names: Mapping[str, str]
+    """The special tokens, such as `bos_token`, by the names that a template uses."""
+
+    def compiled(self, now: Callable[[], datetime] = datetime.now) -> ChatTemplate:
+        """Return the template, which takes the date from `now`.
+
+        Raises `RequestError` where it is no template, and without jinja2.
+        """
+        environment = make_environment(now)
+        try:
+            compiled = environment.from_string(self.jinja)
+        except Exception as error:  # Jinja raises no narrower exception for all that can be wrong
+            raise RequestError(
+                f"the chat template of '{self.folder}' is not a Jinja template ({_first_line(error)}); copy it again"
+            ) from error
+        return ChatTemplate(compiled, self.folder, self.names, THINKING in self.jinja)
 
 
 @dataclass(frozen=True)
@@ -32,25 +59,43 @@ class ChatTemplate:
     """The folder that it is from, for messages."""
     names: Mapping[str, str]
     """The special tokens, such as `bos_token`, by the names that a template uses."""
+    asks_to_think: bool
+    """Whether it looks at `THINKING`."""
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the conversation as a prompt that the assistant continues.
+    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+        """Return the conversation as a prompt that the assistant continues; `variables` are further ones.
 
         Raises `RequestError` where the template refuses the conversation, or fails.
         """
-        conversation = [dict(message) for message in messages]
         try:
-            prompt = self.compiled.render(
-                **self.names, messages=conversation, tools=None, documents=None, add_generation_prompt=True
-            )
-            if not is_unicode(prompt):
-                raise ValueError("it writes half a character, an escape from \\ud800 to \\udfff by itself")
-            return prompt
-        except Exception as error:  # a template can raise anything, a TypeError too
+            return self.text(messages, prompt=True, **variables)
+        except ValueError as error:
             raise RequestError(
-                f"the chat template of '{self.folder}' does not take this conversation: {_first_line(error)}; "
+                f"the chat template of '{self.folder}' does not take this conversation: {error}; "
                 f"write it another way, or leave --chat out"
             ) from error
+
+    def text(self, messages: Sequence[Message], prompt: bool, tools: Any = None, **variables: Any) -> str:
+        """Return the conversation as text, with `prompt` followed by what makes the assistant answer.
+
+        `variables` are further ones of the template. Raises `ValueError` with a reason where the template refuses the
+        conversation, or fails.
+        """
+        conversation = [dict(message) for message in messages]
+        try:
+            text = self.compiled.render(
+                **self.names,
+                messages=conversation,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=prompt,
+                **variables,
+            )
+        except Exception as error:  # a template can raise anything, a TypeError too
+            raise ValueError(_first_line(error)) from error
+        if not is_unicode(text):
+            raise ValueError("it writes half a character, an escape from \\ud800 to \\udfff by itself")
+        return text
 
 
 def read_chat_template(folder: Path) -> ChatTemplate:
@@ -58,32 +103,44 @@ def read_chat_template(folder: Path) -> ChatTemplate:
 
     Raises `RequestError` where there is none, where it is no template, and without jinja2.
     """
-    is_run = (folder / "config.toml").exists()
-    source = folder / KEPT if is_run else folder
-    text = _jinja_file(source / JINJA_TEMPLATE)
-    text = text or _in_json(source / TOKENIZER_CONFIG) or _in_json(source / JSON_TEMPLATE)
-    if not text:
+    found = find_chat_template(folder)
+    if found is None:
+        source = template_folder(folder)
         raise RequestError(
             f"'{folder}' has no chat template: '{source}' has neither a {JINJA_TEMPLATE} nor a chat_template in its "
             f"{TOKENIZER_CONFIG}; leave --chat out, or copy the template there"
         )
-    environment = make_environment()
-    try:
-        return ChatTemplate(environment.from_string(text), source, token_names(source))
-    except Exception as error:  # Jinja raises no narrower exception for all that can be wrong
-        raise RequestError(
-            f"the chat template of '{source}' is not a Jinja template ({_first_line(error)}); copy it again"
-        ) from error
+    return found.compiled()
 
 
-def make_environment() -> Any:
+def find_chat_template(folder: Path) -> ChatText | None:
+    """Return the text of the chat template of a run, or of a folder of a tokenizer; None where there is none."""
+    source = template_folder(folder)
+    text = _jinja_file(source / JINJA_TEMPLATE)
+    text = text or _in_json(source / TOKENIZER_CONFIG) or _in_json(source / JSON_TEMPLATE)
+    return ChatText(text, source, token_names(source)) if text else None
+
+
+def folder_of(tokenizer: Path) -> Path:
+    """Return the folder of a tokenizer, which may be given as its file; the template lies beside it."""
+    return tokenizer if tokenizer.is_dir() else tokenizer.parent
+
+
+def template_folder(folder: Path) -> Path:
+    """Return where the template of a run, or of a folder of a tokenizer, is."""
+    return folder / KEPT if (folder / "config.toml").exists() else folder
+
+
+def make_environment(now: Callable[[], datetime] = datetime.now) -> Any:
     """Return what compiles templates: a sandbox, with the functions that templates of Hugging Face call."""
     try:
         import jinja2
         from jinja2.ext import Extension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
-        raise RequestError("--chat needs jinja2, which is not installed; run pip install 'jaxdist[chat]'") from error
+        raise RequestError(
+            "chat templates need jinja2, which is not installed; run pip install 'jaxdist[chat]'"
+        ) from error
 
     class Generation(Extension):
         """Reads `{% generation %}`, which marks for training what the assistant says, as if it were not there."""
@@ -103,7 +160,7 @@ def make_environment() -> Any:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
     return environment
 
 
@@ -116,10 +173,6 @@ def _to_json(
 ) -> str:
     """Return a value as JSON. Jinja's own filter would escape the characters of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _jinja_file(path: Path) -> str:

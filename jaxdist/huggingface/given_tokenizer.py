@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,11 @@ class GivenTokenizer:
         return self if self.bare is None else GivenTokenizer(self.bare, self.special)
 
     def load(self) -> Tokenizer:
-        """Return the tokenizer."""
+        """Return the tokenizer, which is made once, as a large one takes a second: do not change it."""
+        return self._loaded
+
+    @cached_property
+    def _loaded(self) -> Tokenizer:
         return load_tokenizer(self.text)
 
 
@@ -83,6 +88,12 @@ def encode_all(tokenizer: Tokenizer, texts: list[str]) -> list[Encoding]:
         return tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
 
+def encode_with_places(tokenizer: Tokenizer, texts: list[str]) -> list[Encoding]:
+    """Return the tokens of each text as `encode_all` does, with from and to which character they stand."""
+    with _encoding():
+        return tokenizer.encode_batch(texts, add_special_tokens=False)
+
+
 @contextmanager
 def _encoding() -> Iterator[None]:
     """Turn the error of the block, which encodes a text, into `RequestError`."""
@@ -122,8 +133,7 @@ def read_tokenizer(path: Path) -> GivenTokenizer:
         path = folder / TOKENIZER
     text = read_text(path, LARGEST_LISTING)
     try:
-        given = GivenTokenizer(text, SpecialTokens())
-        tokenizer = given.load()
+        tokenizer = load_tokenizer(text)
     except ValueError as error:
         raise RequestError(
             f"data.tokenizer '{path}' is not a tokenizer ({error}); give a tokenizer.json of the tokenizers library, "

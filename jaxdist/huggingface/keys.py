@@ -6,8 +6,8 @@ configuration classes of transformers 4.40 to 5.24.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxdist.config import FAMILIES, ModelConfig
@@ -26,6 +26,25 @@ class Setting:
     """Another name of the key, which some versions of transformers write."""
     factor: Callable[[ModelConfig], float] | None = None
     """What their value must be multiplied by, to be ours."""
+    unit: Callable[[ModelConfig], int] | None = None
+    """How many of theirs one of ours is; their value must be a multiple of it."""
+    power: float = 1.0
+    """To which power their value, above 0, must be raised to be ours."""
+    also: tuple[str, ...] = ()
+    """Further knobs that get the same value."""
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    """Their values, and ours for each; others are refused. Empty: ours are theirs. Of several with the same value, the
+    first is written."""
+
+    def theirs(self, value: Any) -> Any:
+        """Return their value for one of ours."""
+        if self.null is not None and value == self.null:
+            return None
+        if self.power != 1:
+            # Without the last bits, which another power does not give back.
+            theirs = float(f"{value ** (1 / self.power):.12g}")
+            return int(theirs) if theirs == int(theirs) else theirs
+        return next((theirs for theirs, ours in self.values.items() if ours == value), value)
 
 
 @dataclass(frozen=True)
@@ -43,17 +62,38 @@ class ModelType:
     maximum: str
     """The key with the longest sequence."""
     maximum_default: int
-    window: Literal["none", "unused", "all", "some"] = "none"
-    """Which layers may have the window of `sliding_window`; some: those that `LAYERED_WINDOW` says.
+    window: Literal["none", "unused", "all", "some", "listed"] = "none"
+    """Which layers may have the window of `sliding_window`; some: those that `LAYERED_WINDOW` says, or `layer_types`;
+    listed: those that `layer_types` says.
 
     unused: the keys are there, and no layer has it.
     """
+    full_every: int = 0
+    """Of listed: each of so many layers has no window, where `layer_types` is absent."""
+    nope_every: int = 0
+    """Each of so many layers has no rotary positions, where `NOPE` keys are absent; 0: the type has no such keys."""
+    own_sliding_rope: bool = False
+    """Whether layers with a window have rotary positions of their own, without the scaling of the others."""
+    sliding_theta: float = 0.0
+    """Their base where none is given; 0: that of the others."""
+    sliding_theta_name: str = ""
+    """The key of their base beside `rope_parameters`; empty: the type has none."""
+    full_every_names: tuple[str, ...] = ()
+    """The keys of `full_every`, which have no effect beside `layer_types`."""
     window_default: int | None = 4096
     """The window where the key is absent and layers may have one."""
     theta: float = 10_000.0
     """The base of rotary positions where none is given."""
+    scaling: str = "none"
+    """The scaling of rotary positions where no key of them is given."""
+    rotary_fraction: float | None = None
+    """The fraction of a head that is turned where none is given; None: all of it, and no key says another."""
+    rotary_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
+    """The keys of the base, and of the fraction, beside `rope_parameters`."""
     unused: tuple[str, ...] = ()
     """Keys that have no effect in this type."""
+    quantized: tuple[str, ...] = ()
+    """The values of `quant_method` in `quantization_config` with which its weights are read."""
 
     @property
     def rotary(self) -> bool:
@@ -73,168 +113,8 @@ LAYERED_WINDOW = ("use_sliding_window", "max_window_layers")
 FIRST_WINDOWED = 28
 """The default of `max_window_layers`: how many layers have no window."""
 
-
-def _decoder(vocab: int, kv_heads: int, mlp: int, head_dim: int = 0) -> dict[str, Setting]:
-    """Return the settings of the types with rotary positions, whose defaults differ in these sizes."""
-    return {
-        "vocab_size": Setting("vocab", vocab),
-        "hidden_size": Setting("embed", 4096),
-        "intermediate_size": Setting("mlp", mlp),
-        "num_hidden_layers": Setting("layers", 32),
-        "num_attention_heads": Setting("heads", 32),
-        "num_key_value_heads": Setting("kv_heads", kv_heads, null=0),
-        "head_dim": Setting("head_dim", head_dim, null=0),
-        "rms_norm_eps": Setting("norm_eps", 1e-6),
-        "tie_word_embeddings": Setting("tied", False),
-    }
-
-
-def _balance_losses(model: ModelConfig) -> float:
-    """Return the factor of their coefficient of the load-balancing loss.
-
-    Where the load is even, their loss is k, the mean over layers. Ours is 1 in each layer, and layers are added up.
-    """
-    return model.experts_per_token / model.layers
-
-
-ROUTED = {"balance_rate": 0.0, "router": "softmax", "router_scale": 1.0, "shared_experts": 0}
-"""Knobs of all types with experts: none has a bias that balances them."""
-
-SILU = {"hidden_act": ("silu", "swish")}
-NO_BIAS = {"attention_bias": (False,)}
-
-MODEL_TYPES = {
-    "llama": ModelType(
-        family="llama",
-        architectures=("LlamaForCausalLM", "LlamaModel", "LLaMAForCausalLM"),
-        settings=_decoder(vocab=32000, kv_heads=0, mlp=11008),
-        allowed={**SILU, **NO_BIAS, "mlp_bias": (False,)},
-        implied={},
-        maximum="max_position_embeddings",
-        maximum_default=2048,
-    ),
-    "mistral": ModelType(
-        family="llama",
-        architectures=("MistralForCausalLM", "MistralModel"),
-        settings=_decoder(vocab=32000, kv_heads=8, mlp=14336),
-        allowed=SILU,
-        implied={},
-        maximum="max_position_embeddings",
-        maximum_default=131072,
-        window="all",
-    ),
-    "qwen2": ModelType(
-        family="llama",
-        architectures=("Qwen2ForCausalLM", "Qwen2Model"),
-        settings=_decoder(vocab=151936, kv_heads=32, mlp=22016),
-        allowed=SILU,
-        implied={"qkv_bias": True},
-        maximum="max_position_embeddings",
-        maximum_default=32768,
-        window="some",
-    ),
-    "qwen3": ModelType(
-        family="llama",
-        architectures=("Qwen3ForCausalLM", "Qwen3Model"),
-        settings=_decoder(vocab=151936, kv_heads=32, mlp=22016, head_dim=128),
-        allowed={**SILU, **NO_BIAS},
-        implied={"qk_norm": "head"},
-        maximum="max_position_embeddings",
-        maximum_default=32768,
-        window="some",
-    ),
-    "mixtral": ModelType(
-        family="moe",
-        architectures=("MixtralForCausalLM", "MixtralModel"),
-        settings={
-            **_decoder(vocab=32000, kv_heads=8, mlp=14336),
-            "rms_norm_eps": Setting("norm_eps", 1e-5),
-            "num_experts_per_tok": Setting("experts_per_token", 2),
-            "num_local_experts": Setting("experts", 8, other="num_experts"),
-            "router_aux_loss_coef": Setting("balance_loss", 0.001, factor=_balance_losses),
-        },
-        allowed={**SILU, "router_jitter_noise": (0.0,)},
-        implied={**ROUTED, "router_renormalize": True},
-        maximum="max_position_embeddings",
-        maximum_default=131072,
-        window="all",
-        window_default=None,
-        theta=1e6,
-    ),
-    "olmoe": ModelType(
-        family="moe",
-        architectures=("OlmoeForCausalLM", "OlmoeModel"),
-        settings={
-            "vocab_size": Setting("vocab", 50304),
-            "hidden_size": Setting("embed", 2048),
-            "intermediate_size": Setting("mlp", 2048),
-            "num_hidden_layers": Setting("layers", 16),
-            "num_attention_heads": Setting("heads", 16),
-            "num_key_value_heads": Setting("kv_heads", 0, null=0),
-            "rms_norm_eps": Setting("norm_eps", 1e-5),
-            "tie_word_embeddings": Setting("tied", False),
-            "num_experts": Setting("experts", 64, other="num_local_experts"),
-            "num_experts_per_tok": Setting("experts_per_token", 8),
-            "norm_topk_prob": Setting("router_renormalize", False),
-            "router_aux_loss_coef": Setting("balance_loss", 0.01, factor=_balance_losses),
-        },
-        allowed={**SILU, **NO_BIAS, "clip_qkv": (None,)},
-        implied={**ROUTED, "qk_norm": "full"},
-        maximum="max_position_embeddings",
-        maximum_default=4096,
-    ),
-    "qwen3_moe": ModelType(
-        family="moe",
-        architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
-        settings={
-            **{key: setting for key, setting in _decoder(151936, 4, 0).items() if key != "intermediate_size"},
-            "hidden_size": Setting("embed", 2048),
-            "num_hidden_layers": Setting("layers", 24),
-            "moe_intermediate_size": Setting("expert_mlp", 768),
-            "num_experts": Setting("experts", 128, other="num_local_experts"),
-            "num_experts_per_tok": Setting("experts_per_token", 8),
-            "norm_topk_prob": Setting("router_renormalize", False),
-            "router_aux_loss_coef": Setting("balance_loss", 0.001, factor=_balance_losses),
-        },
-        allowed={
-            **SILU,
-            **NO_BIAS,
-            "decoder_sparse_step": (1,),
-            "mlp_only_layers": ([],),
-            # Versions 4 and 5 of transformers give it to other layers.
-            "use_sliding_window": (False,),
-        },
-        implied={**ROUTED, "qk_norm": "head"},
-        maximum="max_position_embeddings",
-        maximum_default=32768,
-        # The width of layers without experts, of which there are none.
-        unused=("intermediate_size",),
-        window="unused",
-    ),
-    "gpt2": ModelType(
-        family="gpt",
-        architectures=("GPT2LMHeadModel", "GPT2Model"),
-        settings={
-            "vocab_size": Setting("vocab", 50257),
-            "n_positions": Setting("positions", 1024),
-            "n_embd": Setting("embed", 768),
-            "n_layer": Setting("layers", 12),
-            "n_head": Setting("heads", 12),
-            "n_inner": Setting("mlp", 0, null=0),
-            "layer_norm_epsilon": Setting("norm_eps", 1e-5),
-            "tie_word_embeddings": Setting("tied", True),
-        },
-        allowed={
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-        },
-        implied={},
-        maximum="n_positions",
-        maximum_default=1024,
-    ),
-}
-"""The types that can be read and written, by their names in `model_type`."""
+NOPE = ("no_rope_layers", "no_rope_layer_interval")
+"""Keys of layers without rotary positions."""
 
 OFF: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
@@ -262,6 +142,9 @@ OFF: dict[str, tuple[Any, ...]] = {
     "qk_layernorm": (False,),
     "alibi": (False,),
     "num_nextn_predict_layers": (0, None),
+    "lm_head_bias": (False,),
+    "full_attn_mod": (1, None),
+    "interpolate_factor": (1, None),
 }
 """Keys of all types that must be off: anything else would change what the model computes.
 
@@ -269,17 +152,22 @@ Null stands for off too, here and in `ModelType.allowed`, where off is false, 0 
 that take it compute that.
 """
 
+UNQUANTIZED = (
+    "name the folder of the model before it was quantized, or load this one with transformers, call its dequantize() "
+    "and save_pretrained(), and name that folder"
+)
+
 ADVICE = {
-    "quantization_config": "give the weights that are not quantized",
-    "compression_config": "give the weights that are not quantized",
+    "quantization_config": f"{UNQUANTIZED}; DeepSeek's weights become bfloat16 by its own inference/fp8_cast_bf16.py",
+    "compression_config": UNQUANTIZED,
     "auto_map": "a model with code of its own cannot be read",
 }
 """What to do about a value that is not allowed, where it is not to take another model."""
 
-ALIKE = "only some layers have experts then, and all layers must be alike"
-LATENT = "multi-head latent attention (MLA) is not computed"
-GROUPS = "routing to some groups of experts alone (node-limited routing) is not computed"
-SHARED = "experts that every token goes through are not read"
+ALIKE = "some layers have experts then and others an MLP, which is not read from a folder"
+LATENT = "multi-head latent attention (MLA) is read of DeepSeek-V2 and V3 alone"
+GROUPS = "routing to some groups of experts (node-limited routing) is read of DeepSeek-V2 and V3 alone"
+SHARED = "experts that every token goes through are read of Qwen 2 MoE, DeepSeek-V2 and V3 alone"
 
 REASONS = {
     "first_k_dense_replace": ALIKE,
@@ -292,8 +180,9 @@ REASONS = {
     "topk_group": GROUPS,
     "n_shared_experts": SHARED,
     "shared_expert_intermediate_size": SHARED,
+    "text_config": "the language model inside a model of images and text is not read, only one in a folder of its own",
 }
-"""Why keys of other models with experts are refused."""
+"""Why keys of other models are refused."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "first_k_dense_replace": (0,),
@@ -309,11 +198,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 TRAINING = (
     "attention_dropout",
+    "attention_probs_dropout_prob",
     "attn_pdrop",
+    "classifier_dropout",
     "embd_pdrop",
     "resid_pdrop",
     "gradient_checkpointing",
     "hidden_dropout",
+    "hidden_dropout_prob",
+    "initializer_factor",
     "initializer_range",
     "neftune_noise_alpha",
     "pretraining_tp",
@@ -322,8 +215,11 @@ TRAINING = (
 """Keys of how transformers trains or computes a model: a run says this itself (`model.dropout`, `precision`)."""
 
 NAMES = (
+    "_commit_hash",
     "_name_or_path",
     "_num_labels",
+    "auto_model_class",
+    "base_model_name_or_path",
     "architectures",
     "dtype",
     "finetuning_task",
@@ -331,6 +227,8 @@ NAMES = (
     "is_llama_config",
     "label2id",
     "max_sequence_length",
+    "model_max_length",
+    "model_name",
     "model_type",
     "n_ctx",
     "name_or_path",
@@ -338,6 +236,8 @@ NAMES = (
     "problem_type",
     "task_specific_params",
     "tokenizer_class",
+    "tokenizer_model_max_length",
+    "tokenizer_padding_side",
     "torch_dtype",
     "transformers.js_config",
     "transformers_version",
@@ -360,6 +260,7 @@ OUTPUTS = (
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_attn_implementation_internal",
+    "_flash_attn_2_enabled",
     "attn_implementation",
     "cache_implementation",
     "chunk_size_feed_forward",
@@ -382,11 +283,14 @@ OUTPUTS = (
     "torchscript",
     "use_bfloat16",
     "use_cache",
+    "use_flash_attention",
+    "use_flash_attention_2",
 )
 """Keys of what transformers returns or stores beside the logits."""
 
 GENERATION = (
     "bad_words_ids",
+    "badwordsids",
     "begin_suppress_tokens",
     "diversity_penalty",
     "do_sample",

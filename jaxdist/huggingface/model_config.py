@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic import ValidationError
 
 from jaxdist.config import ModelConfig, RequestError
+from jaxdist.config.model import OF_ROTARY
 from jaxdist.config.rope_scaling import parse
-from jaxdist.files.json_schema import is_whole, short
+from jaxdist.files.json_schema import is_number, is_whole, short
 from jaxdist.huggingface.folder import Folder
 from jaxdist.huggingface.keys import (
     ADVICE,
-    FIRST_WINDOWED,
     LAYERED_WINDOW,
-    MODEL_TYPES,
     NEUTRAL,
     NO_EFFECT,
+    NOPE,
     OFF,
     REASONS,
     ROPE,
@@ -26,28 +25,38 @@ from jaxdist.huggingface.keys import (
     ModelType,
     Setting,
 )
-from jaxdist.huggingface.rope import rope_json, rope_values
+from jaxdist.huggingface.layer_kinds import OTHER_MODEL, computes_kinds, kinds_json, kinds_values
+from jaxdist.huggingface.model_types import MODEL_TYPES
+from jaxdist.huggingface.model_types.shared import ROUTED
+from jaxdist.huggingface.rope import computes_rope, rope_json, rope_values
 from jaxdist.huggingface.schema import CONFIG
-
-OTHER_MODEL = "take another model"
-
-MOST_LAYERS = 2**12
-"""Layers of the deepest model that has a list of the windows of its layers."""
-
-FULL = "full_attention"
-SLIDING = "sliding_attention"
 
 RESOLVED = {
     "kv_heads": "key_value_heads",
-    "head_dim": "head_size",
-    "mlp": "split_width",
+    "head_dim": "unturned_size",
+    "value_dim": "value_size",
+    "mlp": "mlp_width",
     "expert_mlp": "expert_size",
     "positions": "position_rows",
+    "attention_multiplier": "score_scale",
+    "norm": "norm_form",
+    "activation": "mlp_activation",
+    "gate": "mlp_gate",
 }
-"""Knobs of `model` whose 0 stands for another value, and the property that has it.
+"""Knobs of `model` whose 0 or auto stands for another value, and the property that has it.
 
-A model with experts has no other MLP, so that either knob gives their width.
+Where all layers have experts, either knob gives their width.
 """
+
+
+READ_APART = {
+    *("head_dim", "kv_heads", "value_dim"),
+    *("rope_theta", "rope_scaling", "rotary_fraction", "period", "sliding_theta"),
+}
+"""Knobs that are sizes, or that `rope.py` and `layer_kinds.py` read and write."""
+
+OF_TYPES = tuple(knob for knob in OF_ROTARY if knob not in READ_APART)
+"""Knobs that a type has keys of, or the same value of in all its models."""
 
 
 def model_values(folder: Folder) -> dict[str, Any]:
@@ -66,25 +75,41 @@ def model_values(folder: Folder) -> dict[str, Any]:
     keys: dict[str, str] = {}
     for key, setting in kind.settings.items():
         value, more = _setting(config, key, setting)
-        values[setting.knob] = value
+        values.update(dict.fromkeys((setting.knob, *setting.also), value))
         keys[setting.knob] = key
         problems += more
     if kind.rotary:
-        rope, more = rope_values(config, maximum, kind.theta)
+        kinds, more = kinds_values(config, kind, values["layers"])
+        values.update(kinds)
+        problems += more
+        rope, more = rope_values(config, maximum, kind, kinds)
         values.update(rope)
         problems += more
-        window, more = _window(config, kind, values["layers"])
-        values["window"] = window
-        problems += more
-        keys.update(rope_theta="rope_theta", window="sliding_window")
+        keys.update(zip(("rope_theta", "rotary_fraction"), kind.rotary_names, strict=True), window="sliding_window")
+        keys["sliding_theta"] = kind.sliding_theta_name or "sliding_attention.rope_theta"
     problems += _invalid(values, keys)
     if problems:
         raise RequestError(*(f"{folder.path / CONFIG}: {problem}" for problem in problems))
     model = ModelConfig(**values)
-    for setting in kind.settings.values():
+    for key, setting in kind.settings.items():
+        if setting.unit:
+            values[setting.knob] = _counted(folder, key, values[setting.knob], setting.unit(model))
         if setting.factor:
             values[setting.knob] *= setting.factor(model)
+        if setting.power != 1:
+            values[setting.knob] **= setting.power
     return values
+
+
+def _counted(folder: Folder, key: str, value: int, unit: int) -> int:
+    """Return how often `unit` is in the value of a key. Raises `RequestError` where the value is no multiple of it."""
+    count, rest = divmod(value, unit)
+    if rest:
+        raise RequestError(
+            f"{folder.path / CONFIG}: {key} is {value}, and only a multiple of {unit}, the width of an expert, is "
+            f"computed; {OTHER_MODEL}"
+        )
+    return count
 
 
 def model_type_of(folder: Folder) -> ModelType:
@@ -145,12 +170,14 @@ def to_json(model: ModelConfig, *, maximum: int, dtype: str, model_type: str | N
     }
     config.update((key, values[0]) for key, values in kind.allowed.items())
     for key, setting in kind.settings.items():
-        config[key] = getattr(model, RESOLVED.get(setting.knob, setting.knob))
+        config[key] = setting.theirs(_resolved(model, setting.knob))
+        if setting.unit:
+            config[key] *= setting.unit(model)
         if setting.factor:
             config[key] /= setting.factor(model)
     if kind.rotary:
-        config.update(rope_json(model.rope_theta, model.rope))
-        config.update(_window_json(model, kind))
+        config.update(rope_json(model, kind, maximum))
+        config.update(kinds_json(model, kind))
     return config
 
 
@@ -160,7 +187,9 @@ def _unknown(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
     known |= {key for key, values in NEUTRAL.items() if config.get(key) in values}
     known |= {*kind.unused, *(setting.other for setting in kind.settings.values())}
     if kind.rotary:
-        known |= {*ROPE, *WINDOW}
+        known |= {*ROPE, *WINDOW, *kind.rotary_names, kind.sliding_theta_name, *kind.full_every_names}
+    if kind.nope_every:
+        known |= set(NOPE)
     if kind.window in ("some", "unused"):
         known |= set(LAYERED_WINDOW)
     unknown = {key: value for key, value in config.items() if key not in known}
@@ -186,6 +215,14 @@ def _setting(config: dict[str, Any], key: str, setting: Setting) -> tuple[Any, l
     value = next(iter(found.values()), setting.default)
     if value is None:
         value = False if setting.default is False else setting.null
+    if setting.values and (not isinstance(value, str | int) or value not in setting.values):
+        valid = " or ".join(short(one) for one in setting.values)
+        return setting.values[setting.default], [
+            f"{key} is {short(value)}, and only {valid} is computed; {OTHER_MODEL}"
+        ]
+    value = setting.values.get(value, value) if setting.values else value
+    if setting.power != 1 and (not is_number(value) or value <= 0):
+        return setting.default, [f"{key} is {short(value)}, which must be a number above 0"]
     if len(found) == 2 and found[key] != found[setting.other]:
         both = " and ".join(f"{name} ({short(one)})" for name, one in found.items())
         return value, [f"{both} differ; keep the right one"]
@@ -196,9 +233,20 @@ def _not_allowed(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
     """Yield a sentence for each key that has a value other than those computed here."""
     for key, values in {**OFF, **kind.allowed}.items():
         off = config.get(key) is None and not values[0]
-        if key in config and config[key] not in values and not off and key not in kind.settings:
+        if key == "quantization_config" and _quant_method(config) in kind.quantized:
+            continue
+        elsewhere = key in {*kind.settings, *kind.unused} or (
+            kind.rotary_fraction is not None and key in kind.rotary_names
+        )
+        if key in config and config[key] not in values and not off and not elsewhere:
             valid = " or ".join(short(value) for value in values)
             yield f"{key} is {short(config[key])}, and only {valid} is computed; {ADVICE.get(key, OTHER_MODEL)}"
+
+
+def _quant_method(config: dict[str, Any]) -> Any:
+    """Return how the weights are quantized; None where nothing says so."""
+    found = config.get("quantization_config")
+    return found.get("quant_method") if isinstance(found, dict) else None
 
 
 def _wrong_architecture(config: dict[str, Any], kind: ModelType) -> Iterator[str]:
@@ -208,77 +256,15 @@ def _wrong_architecture(config: dict[str, Any], kind: ModelType) -> Iterator[str
         yield f"architectures is {short(names)}, and only {kind.architectures[0]} is computed; {OTHER_MODEL}"
 
 
-def _window(config: dict[str, Any], kind: ModelType, layers: Any) -> tuple[Any, list[str]]:
-    """Return the sliding window that all layers have, or 0, and a sentence for each problem."""
-    if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
-        # `ModelConfig` has a sentence about this number.
-        return 0, []
-    window = config.get("sliding_window", None if kind.window == "none" else kind.window_default)
-    if kind.window == "unused" or (kind.window == "some" and not config.get("use_sliding_window", False)):
-        window = None
-    if window is not None and kind.window == "none":
-        return 0, [f"sliding_window is {short(window)}, which this model_type does not have; {OTHER_MODEL}"]
-    if window == 0:
-        return 0, ["sliding_window is 0, which hides every token; write null for no window"]
-    first: Any = 0
-    if kind.window == "some":
-        first = config.get("max_window_layers")
-        first = FIRST_WINDOWED if first is None else first
-    if not isinstance(first, int):
-        return 0, [f"max_window_layers is {short(first)}, which must be a whole number"]
-    implied = [FULL if window is None or layer < first else SLIDING for layer in range(layers)]
-    types = config.get("layer_types")
-    if types is None:
-        types = implied
-    problem = _wrong_types(types, layers, window)
-    if not problem and kind.window != "some" and types != implied:
-        problem = f"layer_types is {short(types)}, which sliding_window {short(window)} contradicts; {OTHER_MODEL}"
-    if problem:
-        return 0, [problem]
-    return (window if SLIDING in types else 0), []
-
-
-def _wrong_types(types: Any, layers: int, window: Any) -> str:
-    """Return why `layer_types` gives no window that all layers have, or an empty string."""
-    shown = short(types)
-    if not isinstance(types, list) or len(types) != layers or any(one not in (FULL, SLIDING) for one in types):
-        return f"layer_types is {shown}, and only {FULL} or {SLIDING} for each of {layers} layers is computed"
-    windowed = types.count(SLIDING)
-    if windowed and window is None:
-        return f"layer_types is {shown}, but sliding_window (with use_sliding_window) gives no window; {OTHER_MODEL}"
-    if 0 < windowed < layers:
-        return (
-            f"{windowed} of {layers} layers have a sliding window (layer_types, max_window_layers), and all layers "
-            f"must have the same; {OTHER_MODEL}"
-        )
-    return ""
-
-
-def _window_json(model: ModelConfig, kind: ModelType) -> dict[str, Any]:
-    """Return the keys of the sliding window."""
-    if kind.window == "none":
-        return {}
-    window = model.window or None
-    if kind.window in ("all", "unused"):
-        return {"sliding_window": window}
-    layer_type = SLIDING if window else FULL
-    return {
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-        "max_window_layers": 0 if window else model.layers,
-        "layer_types": [layer_type] * model.layers,
-    }
-
-
 def _type_for(model: ModelConfig, preferred: str | None) -> str:
     """Return the `model_type` that computes a model. Raises `RequestError` where there is none."""
     fitting = [name for name, kind in MODEL_TYPES.items() if _computes(kind, model)]
     if preferred in fitting:
         return preferred
     if not fitting:
-        of_family = [kind for kind in MODEL_TYPES.values() if kind.family == model.family]
-        knobs = dict.fromkeys(itertools.chain(*map(_fixed, of_family), ["window"]))
-        values = ", ".join(f"{knob} {getattr(model, knob)}" for knob in knobs)
+        plain = ModelConfig(family=model.family)
+        names = dict.fromkeys([*OF_TYPES, "window", *ROUTED, "router_renormalize"])
+        values = ", ".join(f"{knob} {getattr(model, knob)}" for knob in names if _differs(model, plain, knob))
         raise RequestError(
             f"no model type of transformers that jaxdist writes computes a model of family {model.family} with {values}"
         )
@@ -286,24 +272,47 @@ def _type_for(model: ModelConfig, preferred: str | None) -> str:
 
 
 def _computes(kind: ModelType, model: ModelConfig) -> bool:
-    """Return whether a type computes the model, given its family, biases, norms and window."""
+    """Return whether a type computes the model, given its family and all that layers may differ in."""
     if kind.family != model.family:
         return False
     if not kind.rotary:
         return True
-    if model.window and kind.window in ("none", "unused"):
+    knobs = {setting.knob for setting in kind.settings.values()}
+    if "head_dim" not in knobs and model.head_size * model.heads != model.embed:
         return False
-    if "head_dim" not in kind.settings and model.head_size * model.heads != model.embed:
+    if "kv_heads" not in knobs and model.key_value_heads != model.heads:
         return False
-    return all(getattr(model, knob) == value for knob, value in _fixed(kind).items())
+    if not computes_kinds(kind, model) or not computes_rope(kind, model):
+        return False
+    for setting in kind.settings.values():
+        if any(getattr(model, knob) != getattr(model, setting.knob) for knob in setting.also):
+            return False
+        if setting.values and _resolved(model, setting.knob) not in setting.values.values():
+            return False
+    wanted = ModelConfig(family=kind.family, **kind.implied)
+    return not any(_differs(model, wanted, knob) for knob in _fixed(kind))
 
 
-def _fixed(kind: ModelType) -> dict[str, Any]:
-    """Return the knobs, with their values, that are the same in all models of a type with rotary positions."""
-    implied = {"qkv_bias": False, "qk_norm": "none", **kind.implied}
+def _fixed(kind: ModelType) -> set[str]:
+    """Return the knobs that are the same in all models of a type with rotary positions."""
     # How a run balances its experts does not change what the model computes.
-    free = {"balance_rate", *(setting.knob for setting in kind.settings.values())}
-    return {knob: value for knob, value in implied.items() if knob not in free}
+    free = {"balance_rate"}
+    for setting in kind.settings.values():
+        free |= {setting.knob, *setting.also}
+    return {*OF_TYPES, *kind.implied} - READ_APART - free
+
+
+def _differs(model: ModelConfig, other: ModelConfig, knob: str) -> bool:
+    """Return whether a knob has different values in two models."""
+    if knob == "attention_multiplier":
+        # 0 stands for what follows from the size of a head, which may be another.
+        return model.score_scale != (other.attention_multiplier or model.usual_score_scale)
+    return bool(_resolved(model, knob) != _resolved(other, knob))
+
+
+def _resolved(model: ModelConfig, knob: str) -> Any:
+    """Return the value of a knob, or what stands in its place."""
+    return getattr(model, RESOLVED.get(knob, knob))
 
 
 def _invalid(values: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:

@@ -7,13 +7,13 @@ another order. So any shard of ours, whatever splits it, is one box of each tens
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxdist.huggingface.families import Leaf, Piece, Place
+from jaxdist.huggingface.families import FUSED, Family, Leaf, Piece, Place
 
 Span = tuple[int, int]
 """The first place along a dim, and the one after the last."""
@@ -112,6 +112,7 @@ class PlacedPiece:
 def placed(leaf: Leaf, sizes: Mapping[str, int]) -> list[PlacedPiece]:
     """Return the pieces of a parameter with their places along C."""
     letters = leaf.letters[len(leaf.stack) :]
+    sizes = leaf.sizes(sizes)
     start = 0
     pieces = []
     for piece in leaf.pieces:
@@ -121,8 +122,24 @@ def placed(leaf: Leaf, sizes: Mapping[str, int]) -> list[PlacedPiece]:
     return pieces
 
 
+def pieces_of(
+    family: Family, sizes: Mapping[str, int], model_type: str | None
+) -> Iterator[tuple[str, Leaf, PlacedPiece, Place]]:
+    """Yield (the name of a tensor of theirs, our parameter, a piece of it that lies in the tensor, its place).
+
+    Where a `model_type` of theirs has fused tensors, each piece is some rows of one, one after the other in this order.
+    """
+    fused = FUSED.get(model_type or "", {})
+    for leaf in family.leaves:
+        for piece in placed(leaf, sizes):
+            of_tensor = replace(piece.piece, name=fused.get(piece.piece.name, piece.piece.name))
+            for place in leaf.places(sizes):
+                yield of_tensor.name_at(place), leaf, piece, place
+
+
 def shape_of(leaf: Leaf, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of one of our parameters."""
+    sizes = leaf.sizes(sizes)
     if JOINED in leaf.letters:
         sizes = {**sizes, JOINED: placed(leaf, sizes)[-1].joined[1]}
     return tuple(sizes[letter] for letter in leaf.letters)

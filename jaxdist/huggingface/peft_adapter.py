@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxdist.config import ModelConfig
+from jaxdist.config import ModelConfig, RequestError
 from jaxdist.files import write_whole
 from jaxdist.huggingface.adapter_pairs import PairPlace, pairs_of
-from jaxdist.huggingface.families import Leaf, Piece, family_of, sizes_of
-from jaxdist.huggingface.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from jaxdist.huggingface.families import FUSED, Leaf, Piece, family_of, sizes_of
+from jaxdist.huggingface.folder import ADAPTER_WEIGHTS, open_config
 from jaxdist.huggingface.merging import check_adapters
 from jaxdist.huggingface.parts import shape_of
 from jaxdist.huggingface.readable import Readable, Region, read
 from jaxdist.huggingface.safetensors_file import SPELLED, Tensor, check_room, write_file
+from jaxdist.huggingface.schema import ADAPTER_CONFIG
 from jaxdist.huggingface.writing import METADATA, rounded
 
 PREFIX = "base_model.model."
@@ -37,10 +38,15 @@ def write_adapter(
     """Write the adapters of `model`, which are arrays by name, into an empty folder, and return what was written.
 
     `dtype` is a name of `SPELLED`: numbers are rounded once. `base` is the folder of Hugging Face that they stand
-    beside, if it is one. Raises `RequestError` where the arrays are not those of the model.
+    beside, if it is one. Raises `RequestError` where the arrays are not those of the model, or it has fused tensors.
     """
+    if base is not None and open_config(base).config.get("model_type") in FUSED:
+        raise RequestError(
+            f"'{base}' has q_proj, k_proj and v_proj in one tensor, and PEFT would want one pair beside it; leave out "
+            f"--adapter, which merges the adapters into the weights"
+        )
     check_adapters(model, adapters)
-    modules = _modules(model)
+    modules = modules_of(model)
     halves = {half.name: half for module in modules for half in module.halves(model)}
     tensors = [Tensor(name, SPELLED[dtype], half.shape) for name, half in halves.items()]
 
@@ -56,7 +62,7 @@ def write_adapter(
 
 def adapter_config(model: ModelConfig, base: Path | None) -> dict[str, Any]:
     """Return the content of `adapter_config.json`."""
-    modules = _modules(model)
+    modules = modules_of(model)
     several = {_short(model, module.piece): len(module.pairs) for module in modules if len(module.pairs) > 1}
     alpha = model.lora_alpha or 2.0 * model.lora_rank
     return {
@@ -106,10 +112,14 @@ class Module:
         """Whether the module has weights of several targets."""
         return len(self.pairs[0].matmul.parts) > len(self.leaf.pieces)
 
+    def name(self, layer: int) -> str:
+        """Return how the names of PEFT's two tensors of a layer begin."""
+        return PREFIX + self.piece.name_at((layer,)).removesuffix(".weight")
+
     def halves(self, model: ModelConfig) -> Iterator[Half]:
         """Yield PEFT's two tensors of each layer."""
         for layer in range(model.layers):
-            name = PREFIX + self.piece.name_at((layer,)).removesuffix(".weight")
+            name = self.name(layer)
             yield Half(f"{name}.lora_A.weight", self, model, layer, first=True)
             yield Half(f"{name}.lora_B.weight", self, model, layer, first=False)
 
@@ -158,7 +168,7 @@ class Half:
         return read(array, region)[0]
 
 
-def _modules(model: ModelConfig) -> list[Module]:
+def modules_of(model: ModelConfig) -> list[Module]:
     """Return the modules with adapters."""
     modules: dict[str, Module] = {}
     for pair in pairs_of(model):

@@ -8,9 +8,10 @@ it is read: until then its shards of this process are in the host's memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,15 +31,24 @@ ALIGNMENT = 64
 """Memory aligned to this number of bytes becomes an array of a CPU device without a copy."""
 
 
-def read_parameters(path: Path, model: ModelConfig, abstract: Params) -> Params:
-    """Return the parameters of `model` from the folder at `path`, on any mesh.
+Keep = Callable[[tuple[Any, ...], jax.Array], Any]
+"""(path to a parameter, what was read) -> what is kept of it."""
+
+
+def as_it_is(path: tuple[Any, ...], parameter: jax.Array) -> jax.Array:
+    """Return what was read."""
+    return parameter
+
+
+def read_parameters(path: Path, model: ModelConfig, abstract: Params, keep: Keep = as_it_is) -> Params:
+    """Return what `keep` makes of each parameter of `model` from the folder at `path`, on any mesh.
 
     `abstract` holds a `jax.ShapeDtypeStruct` with a sharding for each parameter; numbers are cast to its dtype.
     Raises `RequestError` as `check_tensors` does.
     """
     tensors = check_tensors(open_folder(path), model)
     with WeightFiles(tensors) as files:
-        return ParameterReader(files, tensors, model).read(abstract)
+        return ParameterReader(files, tensors, model).read(abstract, keep)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +77,30 @@ class ParameterReader:
         self.files = files
         self.tensors = tensors
         self.sizes = sizes_of(model)
-        self.leaves = {leaf.path: leaf for leaf in family_of(model).leaves}
+        family = family_of(model)
+        self.leaves = {leaf.path: leaf for leaf in family.leaves}
+        self.constants = family.constants_of(model)
 
-    def read(self, abstract: Params) -> Params:
-        """Return all parameters, laid out as `abstract` says."""
+    def check_constants(self) -> None:
+        """Raise `RequestError` where a tensor of one number holds another one than the model computes with."""
+        for name, number in self.constants.items():
+            (there,) = self.files.read(name, (1,), ((0, 1),))
+            if there != np.asarray(number, there.dtype):
+                raise RequestError(
+                    f"'{self.tensors.path}' holds {name} with {float(there):g}, and only {number:g} is computed; take "
+                    f"another model"
+                )
+
+    def read(self, abstract: Params, keep: Keep = as_it_is) -> Params:
+        """Return what `keep` makes of each parameter, laid out as `abstract` says."""
         paths = {name_of(path) for path, _ in jax.tree.leaves_with_path(abstract)}
         assert paths == self.leaves.keys(), paths ^ self.leaves.keys()
-        return jax.tree.map_with_path(lambda path, like: self._parameter(self.leaves[name_of(path)], like), abstract)
+        self.check_constants()
+
+        def kept(path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> Any:
+            return keep(path, self._parameter(self.leaves[name_of(path)], like))
+
+        return jax.tree.map_with_path(kept, abstract)
 
     def _parameter(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Return one parameter."""

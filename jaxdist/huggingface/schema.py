@@ -35,6 +35,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
 JINJA_TEMPLATE = "chat_template.jinja"
 JSON_TEMPLATE = "chat_template.json"
 
@@ -89,6 +90,15 @@ def _are_tokens(value: Any) -> bool:
     return all(map((TEXT | ADDED_TOKEN).holds, value.values() if isinstance(value, dict) else value))
 
 
+RANK = Rule("a whole number above 0", lambda value: COUNT.holds(value) and value > 0)
+POSITIVE = Rule("a number above 0, and below 1e9", lambda value: NUMBER.holds(value) and 0 < value < 1e9)
+
+
+def _are_positive(value: Any) -> bool:
+    """Return whether a value is an object of positive numbers."""
+    return isinstance(value, dict) and all(map(POSITIVE.holds, value.values()))
+
+
 MORE_TOKENS: dict[str, Rule] = dict.fromkeys(
     ("extra_special_tokens", "additional_special_tokens"), Rule("a list of tokens", _are_tokens) | NULL
 )
@@ -126,6 +136,13 @@ FILES: Mapping[str, SmallFile] = {
         LARGEST_LISTING,
         {"weight_map": Rule("an object with the file of each tensor", _names_files)},
         needed=("weight_map",),
+        kept=False,
+    ),
+    ADAPTER_CONFIG: SmallFile(
+        rules={"peft_type": TEXT, "base_model_name_or_path": TEXT | NULL, "bias": TEXT, "use_rslora": FLAG | NULL}
+        | {"r": RANK, "lora_alpha": POSITIVE}
+        | {"alpha_pattern": Rule("an object of such numbers", _are_positive) | NULL},
+        needed=("peft_type", "base_model_name_or_path", "r", "lora_alpha"),
         kept=False,
     ),
     SOURCE: SmallFile(rules={"path": PATH, "maximum": COUNT, "dtype": TEXT}, kept=False),

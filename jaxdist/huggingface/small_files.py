@@ -17,14 +17,15 @@ from jaxdist.files.json_files import decoded
 from jaxdist.huggingface.added_tokens import kept_beside, with_added_tokens
 from jaxdist.huggingface.folder import KEPT
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, load_tokenizer
-from jaxdist.huggingface.keys import MODEL_TYPES
 from jaxdist.huggingface.model_config import to_json
+from jaxdist.huggingface.model_types import MODEL_TYPES
 from jaxdist.huggingface.safetensors_file import SPELLED
 from jaxdist.huggingface.schema import (
     CONFIG,
     GENERATION,
     SMALL_FILES,
     SOURCE,
+    SPECIAL_TOKENS_MAP,
     TOKENIZER,
     TOKENIZER_CONFIG,
     checked,
@@ -32,6 +33,9 @@ from jaxdist.huggingface.schema import (
     read_file,
 )
 from jaxdist.huggingface.special_tokens import SpecialTokens
+
+CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
+"""By which transformers takes a tokenizer.json as it is."""
 
 
 def small_files(
@@ -44,10 +48,23 @@ def small_files(
     """
     source = checked(kept[CONFIG], Path(KEPT, CONFIG)) if CONFIG in kept else {}
     config = {**_ids(tokenizer), **source, **_config(source, model, dtype)}
-    files = {CONFIG: _json(config), GENERATION: kept.get(GENERATION) or _json(_generation(config))}
-    if tokenizer is None or _same(kept, tokenizer):
-        return files | {name: content for name, content in kept.items() if name not in files}
-    return files | _own_tokenizer(tokenizer, model)
+    files = {CONFIG: _json(config), GENERATION: _generation(kept, config, tokenizer)}
+    return files | tokenizer_files(kept, model, tokenizer)
+
+
+def tokenizer_files(
+    kept: Mapping[str, bytes], model: ModelConfig, tokenizer: GivenTokenizer | None
+) -> dict[str, bytes]:
+    """Return the content of each file of the tokenizer and of its chat template, as `small_files` does."""
+    if tokenizer is not None and not _same(kept, tokenizer):
+        return _own_tokenizer(tokenizer, model)
+    files = {name: content for name, content in kept.items() if name not in (CONFIG, GENERATION)}
+    if TOKENIZER_CONFIG in kept and CONFIG not in kept:
+        # Where no class is named, transformers takes that of the model, which may split texts in its own way.
+        config = checked(kept[TOKENIZER_CONFIG], Path(KEPT, TOKENIZER_CONFIG))
+        if not config.get("tokenizer_class"):
+            files[TOKENIZER_CONFIG] = _json({**config, **CLASS})
+    return files
 
 
 def read_kept(run: Path) -> dict[str, bytes]:
@@ -94,10 +111,23 @@ def _end(special: SpecialTokens) -> int | None:
     return special.stops[0] if special.stops else special.eos
 
 
-def _generation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `generation_config.json` for the ids in a `config.json`."""
-    ids = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return {name: value for name, value in ids.items() if value is not None}
+def _generation(kept: Mapping[str, bytes], config: Mapping[str, Any], tokenizer: GivenTokenizer | None) -> bytes:
+    """Return the `generation_config.json`: the one that is kept, or one for the ids in a `config.json`.
+
+    It names every token at which the run stops, such as the one that ends an answer in a chat template which the model
+    has learned. A server that loads the folder would go on behind it otherwise.
+    """
+    if GENERATION in kept:
+        found = checked(kept[GENERATION], Path(KEPT, GENERATION))
+    else:
+        ids = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        found = {name: value for name, value in ids.items() if value is not None}
+    given = found.get("eos_token_id")
+    named = given if isinstance(given, list) else [] if given is None else [given]
+    unnamed = [token for token in (tokenizer.special.stops if tokenizer else ()) if token not in named]
+    if GENERATION in kept and not unnamed:
+        return kept[GENERATION]
+    return _json({**found, "eos_token_id": [*named, *unnamed]} if unnamed else found)
 
 
 def _same(kept: Mapping[str, bytes], tokenizer: GivenTokenizer) -> bool:
@@ -126,13 +156,15 @@ def _own_tokenizer(tokenizer: GivenTokenizer, model: ModelConfig) -> dict[str, b
         if token is not None:
             names[key] = loaded.id_to_token(token)
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        **CLASS,
         "model_max_length": model.sequence,
         "clean_up_tokenization_spaces": False,
         "add_bos_token": special.bos is not None,
         **names,
     }
-    return {TOKENIZER: tokenizer.text.encode(), TOKENIZER_CONFIG: _json(config)}
+    # Older programs look for the names of tokens there.
+    more = {SPECIAL_TOKENS_MAP: _json(names)} if names else {}
+    return {TOKENIZER: tokenizer.text.encode(), TOKENIZER_CONFIG: _json(config), **more}
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

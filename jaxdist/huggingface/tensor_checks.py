@@ -6,13 +6,14 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxdist.config import ModelConfig, RequestError
 from jaxdist.huggingface.families import Family, family_of, sizes_of
-from jaxdist.huggingface.folder import Folder
-from jaxdist.huggingface.parts import placed
+from jaxdist.huggingface.folder import Folder, predicts_further
+from jaxdist.huggingface.mxfp4 import Packed, packed_weights
+from jaxdist.huggingface.parts import pieces_of
 from jaxdist.huggingface.safetensors_file import DTYPES, Entry, read_header
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -29,7 +30,7 @@ class Tensors:
     path: Path
     """The folder."""
     files: Mapping[str, Path]
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, Entry | Packed]
     copies: Mapping[str, str]
     """Of these tensors, the one that each has to equal."""
 
@@ -41,10 +42,19 @@ def check_tensors(folder: Folder, model: ModelConfig) -> Tensors:
     another shape or a dtype that is not read.
     """
     family = family_of(model)
-    shapes = _shapes(family, model)
-    files, entries = _headers(folder)
+    model_type = folder.config.get("model_type")
+    shapes = _shapes(family, model, model_type)
+    files, headers = _headers(folder)
+    packed = packed_weights(headers)
+    parts = {part for one in packed.values() for part in (one.blocks, one.scales)}
+    entries: dict[str, Entry | Packed] = {name: entry for name, entry in headers.items() if name not in parts}
+    entries |= packed
     names = _names(folder, family, shapes, entries)
-    unused = [name for own, name in names.items() if own not in shapes and not family.ignored.fullmatch(name)]
+    unused = [
+        name
+        for own, name in names.items()
+        if own not in shapes and not family.ignored.fullmatch(name) and not predicts_further(folder.config, own)
+    ]
     used = {own: name for own, name in names.items() if own in shapes}
     copies = {copy: table for copy, table in family.copies.items() if copy in used}
     problems = _missing(folder, model, [own for own in shapes if own not in used and own not in family.copies])
@@ -56,25 +66,43 @@ def check_tensors(folder: Folder, model: ModelConfig) -> Tensors:
     problems += _other_forms(folder, shapes, used, entries, copies)
     if problems:
         raise RequestError(*problems)
-    return Tensors(
+    found = Tensors(
         folder.path,
-        {own: files[name] for own, name in used.items()},
-        {own: entries[name] for own, name in used.items()},
+        {own: files[name] for own, name in used.items() if name in files} | {part: files[part] for part in parts},
+        {own: entries[name] for own, name in used.items()} | {part: headers[part] for part in parts},
         copies,
     )
+    return _parted(found, family, model, model_type)
 
 
-def _shapes(family: Family, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _shapes(family: Family, model: ModelConfig, model_type: str | None) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of the model by its name, with the copies that a file may hold."""
-    sizes = sizes_of(model)
-    shapes = {}
-    for leaf in family.leaves:
-        for piece in placed(leaf, sizes):
-            for place in leaf.places(sizes):
-                shapes[piece.name(place)] = piece.shape
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, _, piece, _ in pieces_of(family, sizes_of(model), model_type):
+        before = shapes[name][0] if name in shapes else 0
+        shapes[name] = (before + piece.shape[0], *piece.shape[1:])
     for copy, table in family.copies.items():
         shapes[copy] = shapes[table]
-    return shapes
+    return shapes | dict.fromkeys(family.constants_of(model), ())
+
+
+def _parted(tensors: Tensors, family: Family, model: ModelConfig, model_type: str | None) -> Tensors:
+    """Return the same with the parts of fused tensors, by their names: each is some rows, one run of bytes."""
+    files = dict(tensors.files)
+    entries = dict(tensors.entries)
+    starts: dict[str, int] = {}
+    for name, _, piece, place in pieces_of(family, sizes_of(model), model_type):
+        own = piece.name(place)
+        if own == name:
+            continue
+        entry = entries[name]
+        assert isinstance(entry, Entry), name
+        start = starts.get(name, entry.start)
+        stop = start + math.prod(piece.shape) * DTYPES[entry.dtype].size
+        entries[own] = Entry(entry.dtype, piece.shape, start, stop)
+        files[own] = files[name]
+        starts[name] = stop
+    return replace(tensors, files=files, entries=entries)
 
 
 def _headers(folder: Folder) -> tuple[dict[str, Path], dict[str, Entry]]:
@@ -128,7 +156,7 @@ def _other_forms(
     folder: Folder,
     shapes: Mapping[str, tuple[int, ...]],
     used: Mapping[str, str],
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, Entry | Packed],
     copies: Mapping[str, str],
 ) -> list[str]:
     """Return a sentence for tensors of other shapes, and one for dtypes that are not read."""

@@ -14,6 +14,7 @@ from jaxtyping import Int, Shaped
 
 from jaxdist.config import DataLost
 from jaxdist.files.reasons import reason
+from jaxdist.huggingface import mxfp4
 from jaxdist.huggingface.parts import Span, extents
 from jaxdist.huggingface.safetensors_file import DTYPES
 from jaxdist.huggingface.tensor_checks import Tensors
@@ -45,8 +46,10 @@ class WeightFiles:
         Raises `DataLost` where the file cannot be read any more.
         """
         entry = self._tensors.entries[name]
+        if isinstance(entry, mxfp4.Packed):
+            return mxfp4.read(entry, self.read, shape, box)
         path = self._tensors.files[name]
-        values = np.empty(extents(box), np.dtype(DTYPES[entry.dtype].name))
+        values = np.empty(extents(box), np.uint8 if entry.dtype == "U8" else np.dtype(DTYPES[entry.dtype].name))
         # The dims from `inner` on lie side by side in the file: one run of bytes for each place in the dims before.
         inner = _first_inner_dim(shape, box)
         runs = values.reshape(math.prod(values.shape[:inner]), -1).view(np.uint8)

@@ -6,7 +6,7 @@ In memory are one tensor of the file and a chunk of the step: a model passes thr
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from jaxdist.config import ModelConfig, RequestError
 from jaxdist.files import write_whole
 from jaxdist.huggingface.families import Leaf, Place, family_of, sizes_of
 from jaxdist.huggingface.folder import SINGLE
-from jaxdist.huggingface.parts import PlacedPiece, placed, shape_of
+from jaxdist.huggingface.parts import PlacedPiece, pieces_of, shape_of
 from jaxdist.huggingface.readable import Readable, Region, check_shapes
 from jaxdist.huggingface.safetensors_file import SPELLED, Tensor, check_room, write_file
 from jaxdist.huggingface.schema import INDEX
@@ -31,14 +31,19 @@ METADATA = {"format": "pt"}
 
 
 def write_weights(
-    folder: Path, model: ModelConfig, arrays: Mapping[str, Readable], dtype: str, shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    model: ModelConfig,
+    arrays: Mapping[str, Readable],
+    dtype: str,
+    model_type: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, int]:
     """Write the parameters of `model`, which are `arrays` by name, into an empty folder, and return what was written.
 
-    `dtype` is a name of `SPELLED`: numbers are rounded once. Raises `RequestError` where the arrays are not those of
-    the model, or a number is too large for the dtype.
+    `dtype` is a name of `SPELLED`: numbers are rounded once. `model_type` is that of theirs, of which some have fused
+    tensors. Raises `RequestError` where the arrays are not those of the model, or a number is too large for the dtype.
     """
-    exporter = Exporter(model, arrays, dtype)
+    exporter = Exporter(model, arrays, dtype, model_type)
     files = _files(exporter.tensors(), shard_bytes)
     written = [tensor for tensors in files.values() for tensor in tensors]
     check_room(folder, written)
@@ -69,16 +74,13 @@ def _files(tensors: list[Tensor], shard_bytes: int) -> dict[str, list[Tensor]]:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the numbers of a tensor of theirs lie."""
+    """Where the numbers of a tensor of theirs lie, or of some rows of it."""
 
+    name: str
+    """The name of the tensor."""
     leaf: Leaf
     piece: PlacedPiece
     place: Place
-
-    @property
-    def name(self) -> str:
-        """The name of the tensor."""
-        return self.piece.name(self.place)
 
     @property
     def region(self) -> Region:
@@ -89,30 +91,46 @@ class Source:
 class Exporter:
     """Makes the tensors of theirs from our stored parameters."""
 
-    def __init__(self, model: ModelConfig, arrays: Mapping[str, Readable], dtype: str):
+    def __init__(self, model: ModelConfig, arrays: Mapping[str, Readable], dtype: str, model_type: str | None = None):
         """Take the arrays as the parameters of `model`. Raises `RequestError` where they are others."""
         self._arrays = arrays
         self._dtype = dtype
-        self._sources = {source.name: source for source in _sources(model)}
+        self._sources: dict[str, list[Source]] = {}
+        for source in _sources(model, model_type):
+            self._sources.setdefault(source.name, []).append(source)
         sizes = sizes_of(model)
-        check_shapes(arrays, {leaf.path: shape_of(leaf, sizes) for leaf in family_of(model).leaves})
+        family = family_of(model)
+        self._constants = family.constants_of(model)
+        check_shapes(arrays, {leaf.path: shape_of(leaf, sizes) for leaf in family.leaves})
         _check_zeros(model, arrays)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of theirs, in the order of the layers."""
-        return [Tensor(name, SPELLED[self._dtype], source.piece.shape) for name, source in self._sources.items()]
+        shapes = {name: _shape(sources) for name, sources in self._sources.items()}
+        shapes |= dict.fromkeys(self._constants, ())
+        return [Tensor(name, SPELLED[self._dtype_of(name)], shape) for name, shape in shapes.items()]
 
     def content(self, tensor: Tensor) -> memoryview:
         """Return the bytes of a tensor of theirs. Raises `RequestError` where a number is too large for the dtype."""
-        source = self._sources[tensor.name]
-        dtype = np.dtype(self._dtype)
-        theirs = np.empty(source.piece.split_shape, dtype)
-        # The same memory, with its dims in our order.
-        ours = source.piece.to_ours(theirs)
-        ours = np.expand_dims(ours, tuple(range(len(source.place))))
-        for place, numbers in self._arrays[source.leaf.path].blocks(source.region):
-            ours[place] = rounded(tensor.name, numbers, dtype)
+        dtype = np.dtype(self._dtype_of(tensor.name))
+        if tensor.name in self._constants:
+            return np.full(1, self._constants[tensor.name], dtype).view(np.uint8).data
+        theirs = np.empty(tensor.shape, dtype)
+        first = 0
+        for source in self._sources[tensor.name]:
+            last = first + source.piece.shape[0]
+            # The same memory, with a dim for each letter, and these in our order.
+            ours = source.piece.to_ours(theirs[first:last].reshape(source.piece.split_shape))
+            ours = np.expand_dims(ours, tuple(range(len(source.place))))
+            for place, numbers in self._arrays[source.leaf.path].blocks(source.region):
+                ours[place] = rounded(tensor.name, numbers, dtype)
+            first = last
         return theirs.reshape(-1).view(np.uint8).data
+
+    def _dtype_of(self, name: str) -> str:
+        """Return the dtype of a tensor of theirs."""
+        exact = any(source.piece.piece.exact for source in self._sources.get(name, ()))
+        return "float32" if exact else self._dtype
 
 
 def rounded(name: str, numbers: Float[np.ndarray, "..."], dtype: np.dtype) -> Float[np.ndarray, "..."]:
@@ -128,14 +146,17 @@ def rounded(name: str, numbers: Float[np.ndarray, "..."], dtype: np.dtype) -> Fl
     return rounded
 
 
-def _sources(model: ModelConfig) -> Iterator[Source]:
+def _shape(sources: Sequence[Source]) -> tuple[int, ...]:
+    """Return the shape of a tensor of theirs, whose rows these sources have, one after the other."""
+    first = sources[0].piece.shape
+    return (sum(source.piece.shape[0] for source in sources), *first[1:])
+
+
+def _sources(model: ModelConfig, model_type: str | None) -> Iterator[Source]:
     """Yield where each tensor of theirs comes from: those beside the layers first, then layer by layer."""
-    sizes = sizes_of(model)
-    leaves = family_of(model).leaves
-    pieces = [(leaf, piece) for leaf in leaves for piece in placed(leaf, sizes)]
-    sources = [Source(leaf, piece, place) for leaf, piece in pieces for place in leaf.places(sizes)]
+    sources = [Source(*found) for found in pieces_of(family_of(model), sizes_of(model), model_type)]
     # Sorting keeps the order of equals. Those beside the layers have an empty place, which is the lowest.
-    yield from sorted(sources, key=lambda source: source.place[:1])
+    yield from sorted(sources, key=lambda source: [source.piece.piece.first + layer for layer in source.place[:1]])
 
 
 def _check_zeros(model: ModelConfig, arrays: Mapping[str, Readable]) -> None:

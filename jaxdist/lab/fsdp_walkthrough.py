@@ -42,7 +42,7 @@ from jaxdist.output.tables import table
 from jaxdist.parallel import zero
 from jaxdist.parallel.placement import Placement
 from jaxdist.parallel.placing import ZeroOptions, placements
-from jaxdist.planning.hlo import collectives
+from jaxdist.programs.hlo import collectives
 from jaxdist.sharding import Layout
 
 DEVICES = 4

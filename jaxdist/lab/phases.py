@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxdist.cluster.runtime import start
 from jaxdist.mesh import parse_mesh
-from jaxdist.planning.hlo import Collective, collectives
+from jaxdist.programs.hlo import Collective, collectives
 
 Shape = tuple[int, ...]
 

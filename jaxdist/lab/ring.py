@@ -28,7 +28,7 @@ from jaxdist.models.ring_blocks import QueryBlocks
 from jaxdist.models.scores import Scores
 from jaxdist.output.pictures import BLUE, GREEN, GREY, INDIGO, ORANGE, PALE, PINK, RED, SKY, TEAL, blank, write_picture
 from jaxdist.parallel.context import Attended, Gradients, Keys, Queries, Ring
-from jaxdist.planning.hlo import collectives
+from jaxdist.programs.hlo import collectives
 from jaxdist.sharding import Layout
 
 if TYPE_CHECKING:

@@ -182,9 +182,13 @@ def fill(shape: Mapping[str, int], devices: int) -> MeshShape:
     return dict(shape)
 
 
+ONE = "one device"
+"""How a mesh of a single device is called."""
+
+
 def describe(shape: Mapping[str, int]) -> str:
     """Return the axes that are not 1, outermost first: `data=4 replica=2`."""
-    return " ".join(f"{axis}={shape[axis]}" for axis in AXES if shape[axis] != 1) or "one device"
+    return " ".join(f"{axis}={shape[axis]}" for axis in AXES if shape[axis] != 1) or ONE
 
 
 def device_order(sites: int) -> tuple[str, ...]:

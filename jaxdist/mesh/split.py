@@ -48,6 +48,16 @@ def heads_of(model: ModelConfig, ways: int) -> Heads:
     return Heads(model.heads // ways, own_heads(model.key_value_heads, ways), *head_sizes_of(model))
 
 
+def cached_heads_of(model: ModelConfig, ways: int) -> Heads:
+    """Return the heads that a key-value cache has on each of the devices that share them in so many `ways`.
+
+    Latent attention keeps what all heads are made of, as one key that has its value within.
+    """
+    if not model.kv_latent:
+        return heads_of(model, ways)
+    return Heads(model.heads // ways, 1, model.kv_latent + model.rope_dim, 0)
+
+
 def compute_width(config: Config) -> int:
     """Return the bytes of a number in the compute dtype."""
     return WIDE if compute_dtype(config.precision) == "float32" else 2

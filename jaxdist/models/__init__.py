@@ -8,14 +8,16 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import ModelConfig
+from jaxdist.config.lora import adapted, without_adapters
 from jaxdist.config.matmuls import matmuls_of
 from jaxdist.config.stacks import first_layers, path_to, stacks_of
-from jaxdist.config.trained import trained
+from jaxdist.config.trained import trained, without_form
 from jaxdist.models import images
 from jaxdist.models.decoder import Aux, Block, Decoder
 from jaxdist.models.foreign import Foreign
@@ -27,7 +29,7 @@ from jaxdist.models.moe import Moe
 from jaxdist.models.projections import modules_of, parameters_of
 from jaxdist.sharding import LAYERS, ONE_DEVICE, STEERED, Layout, LogicalAxes, Params, name_of, wide
 
-DECODERS = {"gpt": GPT, "llama": Llama, "moe": Moe}
+DECODERS = {"gpt": GPT, "llama": Llama, "gemma": Llama, "moe": Moe}
 """The decoders by their family; the traits of a family are in `config.FAMILIES`."""
 
 
@@ -74,7 +76,16 @@ class Model:
     forward_only: frozenset[str]
     """Names of the parameters whose values no gradient needs."""
     exact: frozenset[str] = frozenset()
-    """Names of the parameters that are f32 at least in any compute dtype."""
+    """Names of the parameters that are f32 at least in any compute dtype, or codes of numbers."""
+    unquantized: Model | None = None
+    """The same model without quantized weights, if this one has any."""
+    base: Callable[[], Model] | None = None
+    """Describes the same model without adapters, if this one has any."""
+
+    @property
+    def as_read(self) -> Model:
+        """The model whose parameters are those in files: each weight is an array."""
+        return self.unquantized or self
 
     @property
     def period(self) -> int:
@@ -103,11 +114,16 @@ class Model:
         return jax.tree.map(lambda w, a: w.astype(a.dtype), params, self.abstract)
 
     def cast(self, params: Params, dtype: DTypeLike) -> Params:
-        """Return the parameters, of the model or of one layer, in `dtype`; the `exact` ones in f32 at least."""
+        """Return the parameters, of the model or of one layer, in `dtype`; the `exact` ones in f32 at least.
+
+        Integers, which are codes of numbers, stay as they are.
+        """
         paths = ["", *(path_to(stack.name) for stack in self.stacks)]
 
         def cast(path: tuple[Any, ...], w: jax.Array) -> jax.Array:
             name = name_of(path)
+            if not jnp.issubdtype(w.dtype, jnp.floating):
+                return w
             exact = any(path + name in self.exact for path in paths)
             return w.astype(wide(dtype) if exact else dtype)
 
@@ -209,6 +225,8 @@ def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
         parameters_of(nnx.to_pure_dict(axes)),
         _marked(state, "forward_only"),
         exact,
+        build_decoder(without_form(config), layout) if config.stored_form else None,
+        partial(build_decoder, without_adapters(config), layout) if adapted(config) else None,
     )
 
 
@@ -257,6 +275,8 @@ def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model | Foreign:
 
 def parameters(model: Model | Foreign) -> int:
     """Return the number of parameters; those that no gradient moves are not among them, and few."""
+    if isinstance(model, Model):
+        model = model.as_read
 
     def size(axes: LogicalAxes, leaf: jax.ShapeDtypeStruct) -> int:
         return 0 if STEERED in axes else leaf.size
@@ -268,6 +288,5 @@ def active_parameters(model: Model, config: ModelConfig) -> int:
     """Return the number of parameters that one token goes through: of the experts of a layer, those that it chooses."""
     idle = 0
     for stack in stacks_of(config).values():
-        matmuls = matmuls_of(stack).values()
-        idle += stack.layers * sum(matmul.elements - matmul.elements_of_token for matmul in matmuls)
+        idle += stack.layers * sum(matmul.idle for matmul in matmuls_of(stack).values())
     return parameters(model) - idle

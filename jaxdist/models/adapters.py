@@ -32,7 +32,7 @@ from jaxdist.models.parameters import constant, normal
 from jaxdist.models.projections import Column, Projection, Row
 from jaxdist.parallel import region
 from jaxdist.parallel.tensor import PRODUCT, einsum
-from jaxdist.sharding import LETTERS, Layout, LogicalAxes, wide
+from jaxdist.sharding import LETTERS, Layout, LogicalAxes, Tree, wide
 
 FIRST_SITE = 2
 """The place of dropout in a layer of the first target: those before it are the model's own."""
@@ -186,3 +186,10 @@ def adapt(block: BlockT, config: ModelConfig, layout: Layout, rngs: nnx.Rngs) ->
         around = AdaptedColumn if matmul.is_column else AdaptedRow
         setattr(getattr(block, owner), name, around(getattr(getattr(block, owner), name), matmul, pairs))
     return block
+
+
+def without_adapters(tree: Tree) -> Tree:
+    """Return a tree that has the names of parameters, without adapters."""
+    if not isinstance(tree, dict):
+        return tree
+    return {name: without_adapters(part) for name, part in tree.items() if name != lora.ADAPTERS}

@@ -24,13 +24,15 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from jaxdist.config import ModelConfig
+from jaxdist.config import ModelConfig, RequestError
 from jaxdist.config.matmuls import head_sizes_of
+from jaxdist.mesh import CONTEXT
 from jaxdist.models.ring_blocks import QueryBlocks, block_count
 from jaxdist.models.ring_blocks_cudnn import CudnnBlocks
 from jaxdist.models.scores import Scores, effective_window
-from jaxdist.output.units import counted
-from jaxdist.parallel.context import Blocks, Keys, Queries, Ring, Starts, ulysses, with_gradient
+from jaxdist.models.sinks import Sinks, with_gradient_of_sinks, with_sinks
+from jaxdist.output.units import counted, remedy
+from jaxdist.parallel.context import Attended, Blocks, Keys, Queries, Ring, Starts, ulysses, with_gradient
 from jaxdist.sharding import BATCH, SEQUENCE, Layout, wide
 
 ATTENTION = "attention"
@@ -41,6 +43,15 @@ BLOCK = 128
 
 NO_DOCUMENTS = "cuDNN attention, as jax.nn offers it, knows no documents, and model.documents is apart"
 """Why cuDNN attention does not run where documents are kept apart."""
+
+NO_SINKS = "cuDNN attention, as jax.nn offers it, has no sinks, and model.sinks is true"
+"""Why cuDNN attention does not run where heads have sinks."""
+
+NO_CAP = "cuDNN attention, as jax.nn offers it, caps no scores, and model.attention_cap is set"
+"""Why cuDNN attention does not run where scores have a soft cap."""
+
+ASKED_FOR_BLOCKS = "model.attention is blocks"
+"""Why cuDNN attention does not run where another form is asked for."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,12 @@ class AttentionCall:
     """The window of the scores; 0 where it hides nothing of a row."""
     value_size: int = 0
     """The size of a value; 0 where it is that of a query."""
+    capped: bool = False
+    """Whether the scores have a soft cap."""
+    sinks: bool = False
+    """Whether heads have sinks."""
+    asked: str = "auto"
+    """The form that is asked for: `model.attention`."""
 
     @classmethod
     def of(cls, model: ModelConfig, window: int, layout: Layout, rows: int, dtype: DTypeLike) -> AttentionCall:
@@ -64,7 +81,9 @@ class AttentionCall:
         sizes = head_sizes_of(model)
         shape = (rows, model.sequence, model.heads, sizes.key)
         window = effective_window(window, model.sequence)
-        return cls(layout, shape, dtype, model.documents_apart, window, sizes.value)
+        capped = model.attention_cap > 0
+        sinks = model.sinks
+        return cls(layout, shape, dtype, model.documents_apart, window, sizes.value, capped, sinks, model.attention)
 
     @property
     def form(self) -> str:
@@ -93,6 +112,14 @@ class AttentionCall:
         return self.beyond_cudnn or cudnn_missing()
 
     @property
+    def by_cudnn(self) -> bool:
+        """Whether cuDNN attention runs. Raises `RequestError` where it is asked for, and cannot."""
+        reason = self.why_not_cudnn
+        if reason and self.asked == "cudnn":
+            raise RequestError(f"model.attention is cudnn, but {reason}; {remedy('model.attention to auto or blocks')}")
+        return not reason
+
+    @property
     def beyond_cudnn(self) -> str:
         """The same as `why_not_cudnn`, for devices that have cuDNN.
 
@@ -101,6 +128,8 @@ class AttentionCall:
         """
         layout = self.layout
         capability = layout.capability
+        if self.asked == "blocks":
+            return ASKED_FOR_BLOCKS
         if not capability:
             return f"cuDNN attention needs a CUDA device, and the platform here is {layout.platform}"
         if self.unknown_mask:
@@ -127,9 +156,13 @@ class AttentionCall:
 
     @property
     def unknown_mask(self) -> str:
-        """Which mask cuDNN attention does not know; empty if it knows all."""
+        """Which mask, cap or share of the scores cuDNN attention does not know; empty if it knows all."""
         if self.apart:
             return NO_DOCUMENTS
+        if self.capped:
+            return NO_CAP
+        if self.sinks:
+            return NO_SINKS
         if self.layout.zigzag and self.window:
             return f"cuDNN attention knows no window of {self.window:,} tokens between the devices of a ring"
         return ""
@@ -142,6 +175,7 @@ def causal_attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K U"],
     starts: Starts = None,
+    sinks: Sinks = None,
 ) -> Float[Array, "B S N U"]:
     """Attend to the past (Vaswani et al. 2017, eq. 1), softmax in f32; N and K count the heads of the whole mesh.
 
@@ -149,22 +183,19 @@ def causal_attention(
     (`parallel.context`).
     """
     if not layout.split(SEQUENCE):
-        return _on_whole_rows(layout, scores, q, k, v, starts)
+        return _on_whole_rows(layout, scores, q, k, v, starts, sinks)
     if layout.manual:
-        return _on_parts_of_rows(layout, scores, q, k, v, starts)
+        return _on_parts_of_rows(layout, scores, q, k, v, starts, sinks)
     inner = replace(layout, manual=True)
     own = layout.activation("BSNH")
-    documents = () if starts is None else (starts,)
-
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, *documents: jax.Array) -> jax.Array:
-        return _on_parts_of_rows(inner, scores, q, k, v, documents[0] if documents else None)
-
-    specs = (own, own, own, *(layout.activation("BS") for _ in documents))
-    return jax.shard_map(local, in_specs=specs, out_specs=own)(q, k, v, *documents)
+    # None has no arrays, and so no specs.
+    specs = jax.tree.map(layout.activation, (None if starts is None else "BS", None if sinks is None else "BSN"))
+    local = partial(_on_parts_of_rows, inner, scores)
+    return jax.shard_map(local, in_specs=(own, own, own, *specs), out_specs=own)(q, k, v, starts, sinks)
 
 
 def _on_parts_of_rows(
-    layout: Layout, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts
+    layout: Layout, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, sinks: Sinks
 ) -> jax.Array:
     """Attend on a device that holds a part of each row, in a manual region."""
 
@@ -174,38 +205,53 @@ def _on_parts_of_rows(
     if not layout.zigzag:
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts) -> jax.Array:
-            return _on_whole_rows(layout, scores, q, k, v, starts)
+            return _on_whole_rows(layout, scores, q, k, v, starts, _of_own_heads(sinks, q))
 
         return ulysses(attend, q, k, v, starts, saved)
     ranks = layout.parts(SEQUENCE)
     at = layout.positions(q.shape[1])
     scores = scores.within(ranks * q.shape[1])
     blocks: Blocks = CudnnBlocks(scores.scale)
-    if _call(layout, scores, q, v, starts).why_not_cudnn:
+    if not _call(layout, scores, q, v, starts, sinks).by_cudnn:
         blocks = QueryBlocks(scores)
     ring = Ring(ranks, blocks, unroll=layout.platform == "cpu")
     queries = Queries(q, at, starts)
     keys = Keys(k, v, at)
     # As in `_blocked_attention`: remat policies see nothing inside a custom VJP.
-    asking, asked = jax.lax.stop_gradient((queries, keys))
+    asking, asked, taking = jax.lax.stop_gradient((queries, keys, sinks))
     # Where tokens are is the same in all layers. JAX would make masks of it before the loop over layers, and keep those
     # of all blocks of queries at once: as many values as a half-block has scores.
     found = ring.attend(jax.lax.optimization_barrier(asking), asked)
-    return with_gradient(ring, queries, keys, jax.tree.map(saved, found))
+    found = jax.tree.map(saved, with_sinks(found, taking))
+    out = with_gradient(ring, queries, keys, found)
+    return out if sinks is None else with_gradient_of_sinks(found._replace(out=out), sinks)
+
+
+def _of_own_heads(sinks: Sinks, q: Float[Array, "B S N H"]) -> Sinks:
+    """Return the sinks of those heads that a device works on in whole rows, its part of all along `context`."""
+    if sinks is None:
+        return None
+    own = q.shape[2]
+    first = own * jax.lax.axis_index(CONTEXT)
+    # They are alike at all positions.
+    return jnp.broadcast_to(jax.lax.dynamic_slice_in_dim(sinks[:, :1], first, own, axis=2), q.shape[:3])
 
 
 def _on_whole_rows(
-    layout: Layout, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts
+    layout: Layout, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, starts: Starts, sinks: Sinks
 ) -> jax.Array:
     """Attend where each device holds whole rows."""
     scores = scores.within(q.shape[1])
-    if _call(layout, scores, q, v, starts).why_not_cudnn:
-        return _blocked_attention(scores, q, k, v, starts)
+    if not _call(layout, scores, q, v, starts, sinks).by_cudnn:
+        return _blocked_attention(scores, q, k, v, starts, sinks)
     return _cudnn_attention(layout, scores, q, k, v)
 
 
-def _call(layout: Layout, scores: Scores, q: jax.Array, v: jax.Array, starts: Starts) -> AttentionCall:
-    return AttentionCall(layout, q.shape, q.dtype, starts is not None, scores.window, v.shape[3])
+def _call(layout: Layout, scores: Scores, q: jax.Array, v: jax.Array, starts: Starts, sinks: Sinks) -> AttentionCall:
+    apart = starts is not None
+    capped = scores.cap > 0
+    has_sinks = sinks is not None
+    return AttentionCall(layout, q.shape, q.dtype, apart, scores.window, v.shape[3], capped, has_sinks, scores.form)
 
 
 def cudnn_missing() -> str:
@@ -246,7 +292,12 @@ def _cudnn_attention(layout: Layout, scores: Scores, q: jax.Array, k: jax.Array,
 
 
 def _blocked_attention(
-    scores: Scores, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K U"], starts: Starts
+    scores: Scores,
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K U"],
+    starts: Starts,
+    sinks: Sinks,
 ) -> Float[Array, "B S N U"]:
     """Attend in blocks of queries that skip the keys after them, and those that a window hides from all of them.
 
@@ -257,8 +308,15 @@ def _blocked_attention(
     """
     # Remat policies see nothing inside a custom VJP: so the results are made and named before it.
     results = _blocked_forward(scores, *jax.lax.stop_gradient((q, k, v)), starts)
-    out, sums = (checkpoint_name(a, ATTENTION) for a in results)
-    return _with_gradient(scores, q, k, v, starts, out, sums)
+    if sinks is None:
+        out, sums = (checkpoint_name(a, ATTENTION) for a in results)
+        return _with_gradient(scores, q, k, v, starts, out, sums)
+    group = q.shape[2] // k.shape[2]
+    out, sums = results
+    found = with_sinks(Attended(out, _ungroup(sums, group)[..., 0]), jax.lax.stop_gradient(sinks))
+    found = jax.tree.map(partial(checkpoint_name, name=ATTENTION), found)
+    out = _with_gradient(scores, q, k, v, starts, found.out, _group(found.sums[..., None], group))
+    return with_gradient_of_sinks(found._replace(out=out), sinks)
 
 
 def _blocked_forward(
@@ -332,10 +390,11 @@ def _with_gradient_backward(
         rows = block.rows
         past = block.past
         around = [(0, 0), (0, 0), (0, 0), (past.start, sequence - past.stop)]
-        p = jnp.exp(_scores(scores, q[:, :, rows], k[:, :, past], block, group, starts) - sums[:, :, rows])
+        s = _scores(scores, q[:, :, rows], k[:, :, past], block, group, starts)
+        p = jnp.exp(s - sums[:, :, rows])
         dp = jnp.einsum("BKSH,BKTH->BKST", g[:, :, rows], v[:, :, past], preferred_element_type=p.dtype)
-        # dS = P * (dP - rowsum(dO * O)), times the scale of the scores.
-        ds = (p * (dp - correction[:, :, rows]) * scores.scale).astype(q.dtype)
+        # dS = P * (dP - rowsum(dO * O)), times the scale of the scores, and the slope of their cap.
+        ds = (p * (dp - correction[:, :, rows]) * scores.slope(s)).astype(q.dtype)
         dq.append(jnp.einsum("BKST,BKTH->BKSH", ds, k[:, :, past]))
         dk += jnp.pad(transposed(q_columns[..., rows], ds), around)
         dv += jnp.pad(transposed(g_columns[..., rows], p.astype(g.dtype)), around)
@@ -367,7 +426,7 @@ def _scores(
 ) -> Float[Array, "B K S' T"]:
     """Return the scores of a block's queries with its keys, -inf where a key is not visible."""
     products = jnp.einsum("BKSH,BKTH->BKST", q * scores.scale, k, preferred_element_type=wide(q.dtype))
-    return jnp.where(_visible(scores, block, group, starts), products, -jnp.inf)
+    return jnp.where(_visible(scores, block, group, starts), scores.capped(products), -jnp.inf)
 
 
 def _visible(scores: Scores, block: _Block, group: int, starts: Starts) -> Bool[Array, "... S' T"]:

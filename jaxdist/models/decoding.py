@@ -60,7 +60,7 @@ def attend_to_slots(
     grouped = q.reshape(rows, k.shape[2], -1, size) * scores.scale
     products = jnp.einsum("BKGH,BCKH->BKGC", grouped, k, preferred_element_type=wide(q.dtype))
     seen = scores.seen(positions[:, None], tokens) & (tokens >= 0)
-    products = jnp.where(seen[:, None, None], products, -jnp.inf)
+    products = jnp.where(seen[:, None, None], scores.capped(products), -jnp.inf)
     highest = jnp.max(products, -1, keepdims=True)
     # A device may hold no slot that the query sees: its scores are all -inf, and their difference would be NaN.
     p = jnp.exp(products - jnp.where(highest == -jnp.inf, 0, highest))

@@ -66,6 +66,13 @@ def as_names() -> Iterator[None]:
         yield
 
 
+def axes_of_any(variable: Any) -> LogicalAxes:
+    """Return the logical axes of any variable; () where it names none, such as one that holds a plain number."""
+    if not isinstance(variable, nnx.Variable):
+        return ()
+    return axes_of(variable) if "axes" in variable.get_metadata() or _flax_names(variable) else ()
+
+
 def axes_of(p: nnx.Variable) -> LogicalAxes:
     """Return the logical axes of a parameter; dims that stacking has put before those in `axes` are layers.
 
@@ -84,7 +91,8 @@ def axes_of(p: nnx.Variable) -> LogicalAxes:
 
 def _check_count(p: nnx.Variable, names: LogicalAxes) -> None:
     if len(names) > p.ndim:
-        raise ValueError(f"a parameter of shape {p.shape} has {len(names)} logical axes {names}; name one for each dim")
+        kind = "a parameter" if isinstance(p, nnx.Param) else f"an nnx.{type(p).__name__}"
+        raise ValueError(f"{kind} of shape {p.shape} has {len(names)} logical axes {names}; name one for each dim")
 
 
 def read(variables: Iterable[nnx.Variable]) -> Annotations:

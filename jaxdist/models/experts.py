@@ -23,17 +23,20 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ModelConfig
 from jaxdist.config.matmuls import matmuls_of
+from jaxdist.models.activations import Gating, gating_of
 from jaxdist.models.decoder import Aux
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
-from jaxdist.models.layers import Activation, activation_of
-from jaxdist.models.parameters import constant, weight_of
+from jaxdist.models.parameters import bias_of, constant, weight_of
 from jaxdist.parallel import region
-from jaxdist.parallel.experts import ROUTING, Dispatch, rounds_for
+from jaxdist.parallel.experts import ROUTING, Dispatch, ExpertWeights, rounds_for
 from jaxdist.parallel.tensor import einsum, enter, leave
-from jaxdist.sharding import RESIDUAL, STEERED, Layout, Params
+from jaxdist.sharding import RESIDUAL, STEERED, Layout, Params, spread
 
 METERS = ("balance_loss", "z_loss", "dispatch_rounds")
 """What a layer reports, in the order of its `meter`: each summed over tokens."""
+
+BEST_OF_GROUP = {"none": 0, "best": 1, "best-two": 2}
+"""How many of the best scores in a group of experts make the score of the group, by `model.router_group_score`."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ class Router:
     balance_loss: float
     z_loss: float
     balance_rate: float = 0.0
+    groups: int = 1
+    groups_kept: int = 1
+    best_of_group: int = 0
+    """How many of the best scores in a group are added up to its own; 0: groups have no effect."""
 
     @classmethod
     def of(cls, config: ModelConfig) -> Router:
@@ -64,6 +71,9 @@ class Router:
             balance_loss=config.balance_loss,
             z_loss=config.z_loss,
             balance_rate=config.balance_rate,
+            groups=config.router_groups,
+            groups_kept=config.router_groups_kept,
+            best_of_group=BEST_OF_GROUP[config.router_group_score],
         )
 
 
@@ -89,14 +99,18 @@ class Experts(nnx.Module):
         shared = config.shared_experts > 0
         self.layout = layout
         self.router_rule = Router.of(config)
-        self.activation = activation_of(config)
+        self.gating = gating_of(config)
         self.capacity_factor = config.capacity_factor
         self.router = weight_of(rngs, matmuls["mlp.router"])
+        self.router_bias = bias_of(matmuls["mlp.router"])
         self.balance = constant(0.0, (config.experts,), (STEERED,), exact=True)
         self.gate_up = weight_of(rngs, matmuls["mlp.gate_up"])
+        self.gate_up_bias = bias_of(matmuls["mlp.gate_up"])
         self.down = weight_of(rngs, matmuls["mlp.down"])
+        self.down_bias = bias_of(matmuls["mlp.down"])
         self.shared_gate_up = weight_of(rngs, matmuls["mlp.shared_gate_up"]) if shared else None
         self.shared_down = weight_of(rngs, matmuls["mlp.shared_down"]) if shared else None
+        self.shared_gate = weight_of(rngs, matmuls["mlp.shared_gate"]) if config.gates_shared else None
 
     @property
     def aux_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -118,51 +132,38 @@ class Experts(nnx.Module):
 
         The sums are the load of each expert, and METERS; of each device they are its own, until they are reduced.
         """
-        held = (
-            self.router,
-            self.balance,
-            self.gate_up,
-            self.down,
-            self.shared_gate_up,
-            self.shared_down,
-        )
-        weights = [w[...] for w in held if w is not None]
+        weights = nnx.to_pure_dict(nnx.state(self, nnx.Param))
         if self.layout.manual:
-            return self._on_device(x, *weights)
-        specs = [jax.typeof(w).sharding.spec for w in weights]
+            return self._on_device(x, weights)
+        specs = {name: jax.typeof(w).sharding.spec for name, w in weights.items()}
         stream = self.layout.activation("BsD")
 
         axes = self.layout.partial(("norm",))
         partial_sums = self.layout.spec([None], unreduced=axes)
 
-        def on_device(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, Aux]:
-            weights = tuple(region.vary(w, spec.reduced) for w, spec in zip(weights, specs, strict=True))
-            y, aux = self._on_device(x, *weights)
+        def on_device(x: jax.Array, weights: Params) -> tuple[jax.Array, Aux]:
+            weights = {name: region.vary(w, specs[name].reduced) for name, w in weights.items()}
+            y, aux = self._on_device(x, weights)
             return y, {name: region.partial_sum(a, axes) for name, a in aux.items()}
 
         # A region of its own, of what runs in a pipeline's.
         out = stream, dict.fromkeys(self.aux_shapes, partial_sums)
-        return jax.shard_map(on_device, in_specs=(stream, *specs), out_specs=out)(x, *weights)
+        return jax.shard_map(on_device, in_specs=(stream, specs), out_specs=out)(x, weights)
 
-    def _on_device(
-        self,
-        x: Float[Array, "b s D"],
-        router: Float[Array, "D E"],
-        balance: Float[Array, " E"],
-        gate_up: Float[Array, "E D 2 F"],
-        down: Float[Array, "E F D"],
-        *shared: Float[Array, "..."],
-    ) -> tuple[Float[Array, "b s D"], Aux]:
-        """Do the work of `__call__` on one device's part of the residual stream and of the weights."""
+    def _on_device(self, x: Float[Array, "b s D"], weights: Params) -> tuple[Float[Array, "b s D"], Aux]:
+        """Do the work of `__call__` on one device's part of the residual stream and of the weights, by their names."""
         layout = replace(self.layout, manual=True)
         rule = self.router_rule
         stream = layout.split(RESIDUAL)
         # The router reads what this device holds of the stream. Behind `enter`, its gradient would count once for each
         # device that splits the experts' width.
-        routes = route(rule, stream, x, router, balance)
+        routes = route(rule, stream, x, weights["router"], weights["balance"], weights.get("router_bias"))
         # One by one: where the sequence is split, a device has all of the former loss, and its own part of the latter.
         x = attach(x, rule.balance_loss * routes.balance_loss)
         x = attach(x, rule.z_loss * routes.z_loss)
+        # Read where the router reads, for the same reason.
+        gates = [weights["shared_gate"]] if self.shared_gate is not None else []
+        opened = [jax.nn.sigmoid(jnp.einsum("bsd,di->bsi", x, gate)) for gate in gates]
         own_tokens = x.shape[0] * x.shape[1]
         own = region.varying(x)
 
@@ -174,12 +175,19 @@ class Experts(nnx.Module):
         b, s, d = x.shape
         k = rule.per_token
         rounds = rounds_for(b * s, k, rule.experts, self.capacity_factor)
-        dispatch = Dispatch(layout, rounds, self.activation, alone=not self.layout.manual)
-        y, taken = dispatch(x.reshape(-1, d), p.reshape(-1, k), choice.reshape(-1, k), gate_up, down)
+        dispatch = Dispatch(layout, rounds, self.gating, alone=not self.layout.manual)
+        of_experts = ExpertWeights(weights["gate_up"], weights["down"], weights.get("gate_up_bias"))
+        y, taken = dispatch(x.reshape(-1, d), p.reshape(-1, k), choice.reshape(-1, k), of_experts)
         y = y.reshape(b, s, d)
-        if shared:
-            y = y + _shared_expert(layout, self.activation, x, *shared)
+        if self.shared_down is not None:
+            own_gates = [enter(layout, g, "mlp") for g in opened]
+            y = y + _shared_expert(
+                layout, self.gating, x, weights["shared_gate_up"], weights["shared_down"], *own_gates
+            )
         y = leave(layout, y, layout.split("mlp"))
+        if self.down_bias is not None:
+            # On the residual stream, where it is added once, and not by each device that splits the experts' width.
+            y = y + _biases_of_chosen(routes, weights["down_bias"])
 
         # A row's loss is whole on each device that holds a part of the row.
         own_loss = routes.balance_loss / layout.size(*stream)
@@ -200,13 +208,17 @@ def route(
     x: Float[Array, "b s D"],
     router: Float[Array, "D E"],
     balance: Float[Array, " E"],
+    bias: Float[Array, " E"] | None = None,
 ) -> Routes:
     """Choose the experts of each token, in f32 at least; `stream` are the axes that split the sequence of `x`."""
     dtype = router.dtype
     logits = jnp.einsum("bsd,de->bse", x.astype(dtype), router, precision=lax.Precision.HIGHEST)
+    if bias is not None:
+        logits = logits + spread(bias, logits)
     scores = jax.nn.sigmoid(logits) if rule.sigmoid else jax.nn.softmax(logits)
     # The balance steers the choice and nothing else. Of equal scores, the expert with the lowest number is chosen.
-    _, choice = lax.top_k(lax.stop_gradient(scores + balance[None, None]), rule.per_token)
+    steered = lax.stop_gradient(scores + balance[None, None])
+    _, choice = lax.top_k(within_best_groups(rule, steered), rule.per_token)
     # Never chosen again in the backward pass: fused otherwise, a near tie might fall to another expert there.
     choice = checkpoint_name(choice, ROUTING)
     chosen = choice[..., None] == jnp.arange(rule.experts)[None, None, None]
@@ -227,21 +239,52 @@ def route(
     return Routes(rule.scale * p, choice, jnp.sum(load, (0, 1)), balance_loss, z_loss)
 
 
+def within_best_groups(rule: Router, scores: Float[Array, "b s E"]) -> Float[Array, "b s E"]:
+    """Return the scores of the experts in each token's best groups, and minus infinity for all others.
+
+    This is node-limited routing (DeepSeek-V3, 2024, section 2.1.2). Of equal groups, those with the lowest numbers are
+    the best.
+    """
+    if not rule.best_of_group:
+        return scores
+    by_group = scores.reshape(*scores.shape[:2], rule.groups, -1)
+    best, _ = lax.top_k(by_group, rule.best_of_group)
+    _, kept = lax.top_k(jnp.sum(best, -1), rule.groups_kept)
+    is_kept = jnp.any(kept[..., None] == jnp.arange(rule.groups)[None, None, None], 2)
+    return jnp.where(is_kept[..., None], by_group, -jnp.inf).reshape(scores.shape)
+
+
+@partial(jax.checkpoint, prevent_cse=False)
+def _biases_of_chosen(routes: Routes, bias: Float[Array, "E D"]) -> Float[Array, "b s D"]:
+    """Return the weighted sum of the biases of each token's experts."""
+    chosen = routes.choice[..., None] == jnp.arange(len(bias))[None, None, None]
+    p = jnp.sum(jnp.where(chosen, routes.p[..., None], 0), 2)
+    return jnp.einsum("bse,ed->bsd", p.astype(bias.dtype), bias, preferred_element_type=p.dtype).astype(bias.dtype)
+
+
 def _shared_expert(
     layout: Layout,
-    activation: Activation,
+    gating: Gating,
     x: Float[Array, "b s D"],
     gate_up: Float[Array, "D 2 F"],
     down: Float[Array, "F D"],
+    *opened: Float[Array, "b s 1"],
 ) -> Float[Array, "b s D"]:
-    """Return the result of the MLP that every token goes through: a partial sum over the axes that split F."""
+    """Return the result of the MLP that every token goes through: a partial sum over the axes that split F.
+
+    A gate that is `opened` so far multiplies it.
+    """
     h = einsum(layout, "BSD,DCF->BSCF", x, gate_up)
-    return _gate_and_contract(layout, activation, h, down)
+    return _gate_and_contract(layout, gating, h, down, *opened)
 
 
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=(0, 1))
-def _gate_and_contract(layout: Layout, activation: Activation, h: jax.Array, down: jax.Array) -> jax.Array:
-    return einsum(layout, "BSF,FD->BSD", activation(h[:, :, 0]) * h[:, :, 1], down)
+def _gate_and_contract(layout: Layout, gating: Gating, h: jax.Array, down: jax.Array, *opened: jax.Array) -> jax.Array:
+    hidden = gating(h[:, :, 0], h[:, :, 1])
+    # Before the product, whose result the backward pass then does not need.
+    for factor in opened:
+        hidden = hidden * factor
+    return einsum(layout, "BSF,FD->BSD", hidden, down)
 
 
 def direction(load: Float[Array, "... E"]) -> Int[Array, "... E"]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, NamedTuple
 
 import flax.linen
 import jax
@@ -25,6 +26,13 @@ LossFunction = Callable[..., Any]
 (that mean, {name: another mean over rows}); or a pair (sum, weight), or {"loss": such a pair, name: another}."""
 
 
+class WithAux(NamedTuple):
+    """What a loss function returned that returns more than means: as other loss functions do, and arrays with rows."""
+
+    returned: Any
+    aux: Tree
+
+
 @dataclass(frozen=True)
 class Foreign:
     """A user's module taken apart once, into parameters and everything else that it holds (`variables`)."""
@@ -41,6 +49,8 @@ class Foreign:
     """Logical axes of every parameter, from metadata `axes` or Flax's annotations; None for a dim that has none."""
     variables: Params
     """Shape and dtype of batch statistics, keys and counts of random numbers, and the like."""
+    variable_axes: Params
+    """Logical axes of each of them; () for one without names, which lies whole on every device."""
     agreements: Params
     """How devices that have called the module on their own rows agree on each of the variables."""
     annotations: Annotations
@@ -61,7 +71,7 @@ class Foreign:
         return jax.tree.map(lambda w: w.astype(dtype), params)
 
     def loss(self, loss_fn: LossFunction, params: Params, variables: Params, batch: Any, train: bool) -> Outcome:
-        """Return (loss, variables after it, further means) of the rows of `batch`.
+        """Return (loss, variables after it, further means, arrays with rows) of the rows of `batch`.
 
         Raises `ValueError` where `loss_fn` returns no scalar, or leaves in the module what a step cannot keep.
         """
@@ -76,13 +86,13 @@ class Foreign:
             return loss_fn(module, batch, **options)
 
         if not train:
-            loss, further = _result(use(make(params)))
-            return loss, variables, further
+            loss, further, aux = _result(use(make(params)))
+            return loss, variables, further, aux
         returned, module = effects.call(make, params, use)
-        loss, further = _result(returned)
+        loss, further, aux = _result(returned)
         after = effects.variables_of(module, self.variables)
         effects.check_variables(self.variables, after)
-        return loss, after, further
+        return loss, after, further, aux
 
 
 def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Module], None] | None = None) -> Foreign:
@@ -94,7 +104,8 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Modu
     check_call("model_fn", make, ("rngs",))
     with dim_names.as_names():
         module = nnx.eval_shape(lambda: _module(make(nnx.Rngs(0))))
-    found = dim_names.read(_variables(module, nnx.Param))
+    found = dim_names.read(_variables(module, nnx.Variable))
+    of_variables = jax.tree.map(dim_names.axes_of_any, nnx.state(module, nnx.Not(nnx.Param)), is_leaf=_is_variable)
     axes = jax.tree.map(dim_names.axes_of, nnx.state(module, nnx.Param), is_leaf=_is_variable)
     dim_names.remove(_variables(module, nnx.Variable))
     _decide_modes(module)
@@ -120,6 +131,7 @@ def describe(make: Callable[[nnx.Rngs], nnx.Module], prepare: Callable[[nnx.Modu
         abstract,
         nnx.to_pure_dict(axes),
         variables,
+        nnx.to_pure_dict(of_variables),
         nnx.to_pure_dict(agreements),
         found,
     )
@@ -249,7 +261,7 @@ def _agreement(variable: nnx.Variable | jax.ShapeDtypeStruct) -> Agreement:
 
 def mean_over_rows(returned: Any) -> Float[Array, ""]:
     """Return what a loss function returned, if it is the mean alone; raise `ValueError` for anything else."""
-    loss, further = _result(returned)
+    loss, further, _ = _result(returned)
     if further:
         raise ValueError(f"head returned further means, {', '.join(sorted(further))}; a pipeline sums the loss alone")
     if isinstance(loss, Weighted):
@@ -257,8 +269,34 @@ def mean_over_rows(returned: Any) -> Float[Array, ""]:
     return loss
 
 
-def _result(returned: Any) -> tuple[Mean, dict[str, Mean]]:
-    """Return (loss, further means) of arrays; raise `ValueError` for what is neither means nor pairs of sums."""
+def with_aux(loss_fn: LossFunction) -> LossFunction:
+    """Return a loss function that returns `WithAux`, of one that returns (what others return, arrays with rows)."""
+
+    @wraps(loss_fn)
+    def loss(*args: Any, **options: Any) -> WithAux:
+        pair = loss_fn(*args, **options)
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(f"has_aux is true, but loss_fn returned {_kind(pair)}; return a pair (loss, aux)")
+        return WithAux(*pair)
+
+    return loss
+
+
+def check_aux(aux: Tree, rows: int) -> None:
+    """Raise `ValueError` for an array beside a loss over so many `rows` that does not have them."""
+    for name, a in named(aux).items():
+        if jnp.shape(a)[:1] != (rows,):
+            raise ValueError(
+                f"loss_fn returned aux of shape {jnp.shape(a)}{f' as {name}' if name else ''} for {rows} rows; give "
+                f"arrays whose first dim counts the rows, and numbers as further means beside the loss"
+            )
+
+
+def _result(returned: Any) -> tuple[Mean, dict[str, Mean], Tree]:
+    """Return (loss, further means, arrays with rows); raise `ValueError` for neither means nor pairs of sums."""
+    if isinstance(returned, WithAux):
+        mean, means, _ = _result(returned.returned)
+        return mean, means, jax.tree.map(jnp.asarray, returned.aux)
     loss = returned
     further: Any = {}
     if isinstance(returned, dict):
@@ -275,7 +313,7 @@ def _result(returned: Any) -> tuple[Mean, dict[str, Mean]]:
             )
         if "loss" in further:
             raise ValueError("loss_fn names a further mean 'loss', as the loss itself is called; give it another name")
-    return _mean("loss", loss), {name: _mean(name, value) for name, value in further.items()}
+    return _mean("loss", loss), {name: _mean(name, value) for name, value in further.items()}, ()
 
 
 def _mean(name: str, value: Any) -> Mean:

@@ -11,7 +11,8 @@ from jaxdist.config.model import Kind
 from jaxdist.models.decoder import Block, Decoder
 from jaxdist.models.dropout import dropout
 from jaxdist.models.inputs import BlockInputs
-from jaxdist.models.layers import MLP, Attention, LayerNorm
+from jaxdist.models.layers import MLP, Attention
+from jaxdist.models.norms import norm_of
 from jaxdist.models.parameters import weight
 from jaxdist.models.scores import Scores
 from jaxdist.parallel.tensor import lookup
@@ -28,15 +29,14 @@ class GPT(Decoder):
         self.table = weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
         self.positions = weight(rngs, (config.position_rows, config.embed), (POSITIONS, "embed"), 0.01)
         self.blocks = self.stacked(config, layout, rngs)
-        self.norm = LayerNorm(config.embed, config.norm_eps)
+        self.norm = norm_of(config)
         self.output = None if config.tied else weight(rngs, (config.vocab, config.embed), ("vocab", "embed"))
 
     @classmethod
     def make_block(cls, config: ModelConfig, kind: Kind, layout: Layout, rngs: nnx.Rngs) -> Block:
         """Return one layer with new parameters."""
-        norm1, norm2 = (LayerNorm(config.embed, config.norm_eps) for _ in range(2))
-        attention = Attention(config, layout, rngs, Scores.of(config.head_size, kind.window))
-        return Block(layout, config.dropout, norm1, attention, norm2, MLP(config, layout, rngs))
+        attention = Attention(config, layout, rngs, Scores(config.score_scale, kind.window, form=config.attention))
+        return Block(config, layout, attention, MLP(config, layout, rngs))
 
     def embed(self, tokens: Int[Array, "B S"], inputs: BlockInputs) -> Float[Array, "B s D"]:
         """Return the residual stream before the first block; positions are counted from the start of each document."""

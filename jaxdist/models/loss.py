@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxdist.models.scores import soft_cap_slope, soft_capped
 from jaxdist.parallel import region
 from jaxdist.parallel.tensor import leave
 from jaxdist.parallel.vocabulary import tokens_of, without_added
@@ -21,6 +23,15 @@ from jaxdist.sharding import BATCH, RESIDUAL, SEQUENCE, Layout, wide
 CHUNK_ROWS = dict(cpu=256, gpu=4096)
 """Rows of logits that exist at a time on one device, by platform. Few stay in a CPU's cache; but each chunk reads and
 writes the whole gradient of the table, which on a GPU takes as long as 2 D rows of bfloat16 logits do."""
+
+
+class Form(NamedTuple):
+    """What becomes of the products of the residual stream with the table before they are logits."""
+
+    size: int | None
+    """The vocabulary's size, beyond which rows of the table have no part; None: all have."""
+    cap: float
+    """The soft cap of logits; 0: none."""
 
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]
@@ -33,6 +44,7 @@ def cross_entropy(
     table: Float[Array, "V D"],
     labels: Int[Array, "k B S"],
     size: int | None = None,
+    cap: float = 0.0,
 ) -> Float[Array, ""]:
     """Sum log sum exp(x E^T) - (x E^T)[label] over all labels that are not negative (padding), in nats, in f32.
 
@@ -43,13 +55,15 @@ def cross_entropy(
 
     Rows of the table beyond the vocabulary's `size` have no part in the loss (`parallel.vocabulary`); None takes all.
 
+    Logits have the soft `cap` of `models.scores.soft_capped`; 0 is none.
+
     On a GPU logits are kept in the dtype of `x`, elsewhere in f32 at least; what is computed from them is in f32.
     """
     if layout.manual:
-        return _fused(layout, size, x, table, labels)
+        return _fused(layout, Form(size, cap), x, table, labels)
 
     def local(inner: Layout, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
-        return region.add_up(_fused(inner, size, x, table, labels), layout.tokens_over)
+        return region.add_up(_fused(inner, Form(size, cap), x, table, labels), layout.tokens_over)
 
     return _in_region(layout, local, (), x, table, labels)
 
@@ -60,14 +74,20 @@ def row_losses(
     table: Float[Array, "V D"],
     labels: Int[Array, "k B S"],
     size: int | None = None,
+    cap: float = 0.0,
 ) -> Float[Array, "k B"]:
-    """Return the sums that `cross_entropy` adds up over all rows, row by row. No gradient is taken of them."""
-    if layout.manual:
-        return _row_sums(layout, size, x, table, labels)
+    """Return the sums that `cross_entropy` adds up over all rows, row by row.
+
+    A gradient may weigh each row by itself, which is not known before all losses are: the backward pass makes the
+    logits again, which `cross_entropy` does not need.
+    """
 
     def local(inner: Layout, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
-        return _row_sums(inner, size, x, table, labels)
+        # Devices that share a row add up their parts.
+        return region.add_up(_row_sums(inner, Form(size, cap), x, table, labels), inner.split(SEQUENCE))
 
+    if layout.manual:
+        return local(layout, x, table, labels)
     return _in_region(layout, local, (None, BATCH), x, table, labels)
 
 
@@ -91,8 +111,9 @@ def _in_region(
     return jax.shard_map(on_device, in_specs=specs, out_specs=layout.spec(result))(x, table, labels)
 
 
-def _row_sums(layout: Layout, size: int | None, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the loss of each row, [k, B], in the manual region; devices that share a row add up their parts."""
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _row_sums(layout: Layout, form: Form, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return this device's part of the loss of each row, [k, B], in the manual region."""
 
     def micro_batch(_: None, part: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
         x, labels = part
@@ -100,25 +121,41 @@ def _row_sums(layout: Layout, size: int | None, x: jax.Array, table: jax.Array, 
         length, starts = _chunks(layout, x)
 
         def chunk(sums: jax.Array, at: jax.Array) -> tuple[jax.Array, None]:
-            logits, lse = _logits(layout, size, _cut(x, at, length), table)
+            logits, lse = _logits(layout, form, _cut(x, at, length), table)
             return sums + jnp.sum(_nll(layout, logits, lse, _cut(labels, at, length)), axis=1), None
 
         zeros = region.zeros(labels.shape[:1], wide(x.dtype), region.varying(labels))
         return None, jax.lax.scan(chunk, zeros, starts)[0]
 
-    sums = jax.lax.scan(micro_batch, None, (x, labels))[1]
-    return region.add_up(sums, layout.split(SEQUENCE))
+    return jax.lax.scan(micro_batch, None, (x, labels))[1]
+
+
+def _row_sums_forward(
+    layout: Layout, form: Form, x: jax.Array, table: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    return _row_sums(layout, form, x, table, labels), (x, table, labels)
+
+
+def _row_sums_backward(
+    layout: Layout, form: Form, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    x, table, labels = saved
+    _, dx, d_table = _with_gradients(layout, form, x, table, labels, g)
+    return dx, _turned(layout, d_table).astype(table.dtype), None
+
+
+_row_sums.defvjp(_row_sums_forward, _row_sums_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused(layout: Layout, size: int | None, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
+def _fused(layout: Layout, form: Form, x: jax.Array, table: jax.Array, labels: jax.Array) -> jax.Array:
     def micro_batch(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         x, labels = part
         x = _whole_sequence(layout, x)
         length, starts = _chunks(layout, x)
 
         def chunk(total: jax.Array, at: jax.Array) -> tuple[jax.Array, None]:
-            logits, lse = _logits(layout, size, _cut(x, at, length), table)
+            logits, lse = _logits(layout, form, _cut(x, at, length), table)
             return total + jnp.sum(_nll(layout, logits, lse, _cut(labels, at, length))), None
 
         return jax.lax.scan(chunk, total, starts)
@@ -127,16 +164,27 @@ def _fused(layout: Layout, size: int | None, x: jax.Array, table: jax.Array, lab
 
 
 def _fused_forward(
-    layout: Layout, size: int | None, x: jax.Array, table: jax.Array, labels: jax.Array
+    layout: Layout, form: Form, x: jax.Array, table: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """Return the loss, and as residuals its gradients for a cotangent of 1."""
+    loss, dx, d_table = _with_gradients(layout, form, x, table, labels)
+    return loss, (dx, d_table, table)
+
+
+def _with_gradients(
+    layout: Layout,
+    form: Form,
+    x: jax.Array,
+    table: jax.Array,
+    labels: jax.Array,
+    weights: Float[Array, "k B"] | None = None,
+) -> Sums:
+    """Return the summed loss and its gradients, that of the table `_turned`; `weights` weigh the gradients of rows."""
     # Of a sequence that is gathered here, all devices that share it have the same.
     axes = region.varying(x, table) - (set(layout.sequence_parallel) - region.varying(table))
 
-    def micro_batch(
-        carry: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        x, labels = part
+    def micro_batch(carry: tuple[jax.Array, jax.Array], part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+        x, labels, *weight = part
         x = _whole_sequence(layout, x)
         length, starts = _chunks(layout, x)
 
@@ -144,10 +192,13 @@ def _fused_forward(
             loss, dx, d_table = carry
             part = _cut(x, at, length)
             ids = _cut(labels, at, length)
-            logits, lse = _logits(layout, size, part, table)
+            logits, lse = _logits(layout, form, part, table)
             hit = tokens_of(layout, logits) == ids[..., None]
-            # The gradient of the logits: softmax minus one-hot, zero for padding.
-            g = jnp.where((ids >= 0)[..., None], jnp.exp(logits - lse) - hit, 0).astype(x.dtype)
+            # The gradient of the logits: softmax minus one-hot, zero for padding; times the slope of their cap.
+            g = jnp.where((ids >= 0)[..., None], jnp.exp(logits - lse) - hit, 0)
+            for of_rows in weight:
+                g = g * of_rows[:, None, None]
+            g = (g * soft_cap_slope(logits, form.cap)).astype(x.dtype)
             # Each device has its columns of the vocabulary, so its dx is a partial sum until `leave`.
             dx_part = jnp.einsum("BSV,VD->BSD", g, table)
             dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_part, at, axis=1)
@@ -162,12 +213,13 @@ def _fused_forward(
     turned = _turned(layout, table)
     zeros = region.zeros(turned.shape, wide(table.dtype), axes)
     zero = region.zeros((), wide(x.dtype), region.varying(labels))
-    (loss, d_table), dx = jax.lax.scan(micro_batch, (zero, zeros), (x, labels))
-    return loss, (dx, d_table, table)
+    parts = (x, labels) if weights is None else (x, labels, weights)
+    (loss, d_table), dx = jax.lax.scan(micro_batch, (zero, zeros), parts)
+    return loss, dx, d_table
 
 
 def _fused_backward(
-    layout: Layout, size: int | None, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
+    layout: Layout, form: Form, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     dx, d_table, table = saved
     dx = dx * g.astype(dx.dtype)
@@ -208,14 +260,15 @@ def chunk_length(layout: Layout, sequence: int, rows: int) -> int:
     return length
 
 
-def _logits(layout: Layout, size: int | None, x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _logits(layout: Layout, form: Form, x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the logits, and their log sum exp, in f32 at least."""
     kept = wide(x.dtype) if layout.platform == "cpu" else x.dtype
     logits = jnp.einsum("BSD,VD->BSV", x, table, preferred_element_type=kept)
     # XLA fuses the cast into what uses it, which makes no array.
     logits = logits.astype(wide(x.dtype))
-    if size is not None:
-        logits = without_added(layout, logits, size)
+    logits = soft_capped(logits, form.cap)
+    if form.size is not None:
+        logits = without_added(layout, logits, form.size)
     vocab = layout.split("vocab")
     # With the maximum and the sum taken over the devices that split the vocabulary.
     highest = jnp.max(logits, -1, keepdims=True)

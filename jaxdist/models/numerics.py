@@ -23,8 +23,10 @@ from jaxdist.config.rope_scaling import RopeScaling
 from jaxdist.mesh import CONTEXT, make_mesh, parse_mesh
 from jaxdist.mesh.context import zigzag
 from jaxdist.models.attention import causal_attention
-from jaxdist.models.layers import GatedMLP, RMSNorm, rotary
+from jaxdist.models.layers import GatedMLP
 from jaxdist.models.loss import cross_entropy
+from jaxdist.models.norms import RMSNorm
+from jaxdist.models.positions import rotary
 from jaxdist.models.ring_blocks_cudnn import CudnnBlocks
 from jaxdist.models.scores import Scores
 from jaxdist.parallel.context import Attended, Keys, Queries, Ring

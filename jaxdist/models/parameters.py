@@ -48,10 +48,11 @@ def weight_of(rngs: nnx.Rngs, matmul: Matmul) -> nnx.Param:
     return weight(rngs, matmul.shape, matmul.axes, matmul.scale, matmul.exact)
 
 
-def bias_of(matmul: Matmul, forward_only: bool = False) -> nnx.Param:
-    """Make the bias of what `matmul` makes, zero at first."""
-    assert matmul.bias, matmul.path
-    return constant(0.0, matmul.bias_shape, matmul.bias_axes, forward_only)
+def bias_of(matmul: Matmul) -> nnx.Param | None:
+    """Make the bias of what `matmul` makes, zero at first; None where it has none."""
+    if not matmul.bias:
+        return None
+    return constant(0.0, matmul.bias_shape, matmul.bias_axes, matmul.bias_forward_only, matmul.exact)
 
 
 def constant(

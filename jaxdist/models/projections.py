@@ -11,13 +11,15 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxdist.config import lora
 from jaxdist.config.matmuls import Matmul
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.models.parameters import weight_of
-from jaxdist.parallel.tensor import einsum, enter
+from jaxdist.models.stored_weight import StoredWeight
+from jaxdist.parallel.tensor import einsum, einsum_on_stream, enter
 from jaxdist.sharding import Layout
 
 recomputed = partial(jax.checkpoint, prevent_cse=False)
@@ -35,7 +37,19 @@ class Projection(nnx.Module):
         self.layout = layout
         self.dims = matmul.dims
         self.split = matmul.split
-        self.weight = weight_of(rngs, matmul)
+        self.weight: nnx.Param | StoredWeight = weight_of(rngs, matmul)
+
+    @property
+    def held(self) -> list[jax.Array]:
+        """The arrays that hold the weight; mostly it is one itself."""
+        return self.weight.arrays if isinstance(self.weight, StoredWeight) else [self.weight[...]]
+
+    def whole(self, held: Sequence[jax.Array], dtype: DTypeLike) -> Float[Array, "..."]:
+        """Return the weight from the arrays that hold it; one that is no array itself is made in `dtype`."""
+        if isinstance(self.weight, StoredWeight):
+            return self.weight.whole(held, dtype)
+        (w,) = held
+        return w
 
     def take_over(self, inner: Projection) -> None:
         """Become the same projection as `inner`."""
@@ -60,10 +74,19 @@ class Column(Projection):
         """
 
         @recomputed
-        def product(x: jax.Array, w: jax.Array) -> jax.Array:
-            return self.multiply(enter(self.layout, x, self.split), w, inputs)
+        def product(x: jax.Array, *held: jax.Array) -> jax.Array:
+            return self.multiply(enter(self.layout, x, self.split), self.whole(held, x.dtype), inputs)
 
-        return product(x, self.weight[...])
+        return product(x, *self.held)
+
+
+class Whole(Projection):
+    """A weight that nothing splits: it multiplies the residual stream where that lies."""
+
+    def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s _"]:
+        """Return the product of the residual stream with the weight."""
+        dims = self.dims.replace("S", "s")
+        return einsum_on_stream(self.layout, dims, x, self.whole(self.held, x.dtype))
 
 
 class Row(Projection):
@@ -71,10 +94,13 @@ class Row(Projection):
 
     def __call__(self, x: Float[Array, "B S ..."], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s D"]:
         """Return the product of `x` with the weight."""
+        if isinstance(self.weight, StoredWeight):
+            # So that what is kept is not the weight that is made here.
+            return self.after(lambda x: x, [x], inputs)
         return self.multiply(x, self.weight[...], inputs)
 
     def after(
-        self, activated: Callable[..., jax.Array], of: Sequence[jax.Array], inputs: BlockInputs = NO_INPUTS
+        self, activated: Callable[..., jax.Array], of: Sequence[Any], inputs: BlockInputs = NO_INPUTS
     ) -> Float[Array, "B s D"]:
         """Return the product of `activated(*of)` with the weight.
 
@@ -83,11 +109,11 @@ class Row(Projection):
         """
 
         @recomputed
-        def product(*arrays: jax.Array) -> jax.Array:
-            *of, w = arrays
-            return self.multiply(activated(*of), w, inputs)
+        def product(of: Sequence[Any], held: Sequence[jax.Array]) -> jax.Array:
+            x = activated(*of)
+            return self.multiply(x, self.whole(held, x.dtype), inputs)
 
-        return product(*of, self.weight[...])
+        return product(of, self.held)
 
 
 def parameters_of(modules: dict[str, Any]) -> dict[str, Any]:

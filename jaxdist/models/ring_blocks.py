@@ -86,11 +86,12 @@ class QueryBlocks:
             sums = found.sums
             correction = jnp.sum(g.astype(sums.dtype) * found.out.astype(sums.dtype), -1)
             correction, sums = (_by_head(a[..., None], groups) for a in (correction, sums))
-            p = jnp.exp(self._products(queries, keys, masked) - sums)
+            scores = self._products(queries, keys, masked)
+            p = jnp.exp(scores - sums)
             q = _by_head(queries.q, groups)
             g = _by_head(g, groups)
             dp = jnp.einsum("BKGSH,BTKH->BKGST", g, keys.v, preferred_element_type=p.dtype)
-            ds = (p * (dp - correction) * self.scores.scale).astype(q.dtype)
+            ds = (p * (dp - correction) * self.scores.slope(scores)).astype(q.dtype)
             dq = jnp.einsum("BKGST,BTKH->BKGSH", ds, keys.k, preferred_element_type=p.dtype)
             dk = jnp.einsum("BKGST,BKGSH->BTKH", ds, q, preferred_element_type=p.dtype)
             dv = jnp.einsum("BKGST,BKGSH->BTKH", p.astype(g.dtype), g, preferred_element_type=p.dtype)
@@ -112,7 +113,8 @@ class QueryBlocks:
     def _products(self, queries: Queries, keys: Keys, masked: bool) -> Float[Array, "B K G S T"]:
         """Return the scores of queries with keys, -inf where a key is hidden."""
         q = _by_head(queries.q, keys.k.shape[2])
-        scores = jnp.einsum("BKGSH,BTKH->BKGST", q * self.scores.scale, keys.k, preferred_element_type=wide(q.dtype))
+        products = jnp.einsum("BKGSH,BTKH->BKGST", q * self.scores.scale, keys.k, preferred_element_type=wide(q.dtype))
+        scores = self.scores.capped(products)
         return jnp.where(self._visible(queries, keys), scores, -jnp.inf) if masked else scores
 
     def _visible(self, queries: Queries, keys: Keys) -> Bool[Array, "... S T"]:

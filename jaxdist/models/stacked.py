@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jaxdist.models import dim_names, effects
-from jaxdist.parallel.foreign import gather_layer
+from jaxdist.parallel.all_rows import gather_layer
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:

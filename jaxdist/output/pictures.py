@@ -39,6 +39,7 @@ PURPLE = "#AA4499"
 
 # Tol, "bright"
 CYAN = "#66CCEE"
+GOLD = "#B8860B"
 
 TIME = {
     "arithmetic": BLUE,
@@ -47,6 +48,7 @@ TIME = {
     PIPELINE: GREEN,
     DATA: RED,
     "optimizer": WINE,
+    "other": GOLD,
 }
 """Parts of the time of a step."""
 

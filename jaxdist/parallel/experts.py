@@ -35,7 +35,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxdist.mesh import EXPERT, PIPELINE, REPLICA
 from jaxdist.parallel import matmul, region
 from jaxdist.parallel.tensor import PRODUCT
-from jaxdist.sharding import Layout, Tree, wide
+from jaxdist.sharding import Layout, Tree, spread, wide
 
 ROUTING = "routing"
 """The checkpoint name of the chosen experts and of the loads of rows.
@@ -162,6 +162,11 @@ def grouped(layout: Layout, dims: str, x: Float[Array, "R E _"], w: Float[Array,
     return jnp.swapaxes(y, 0, 1)
 
 
+def _shifted(rows: Float[Array, "R E G"], bias: Float[Array, "E G"]) -> Float[Array, "R E G"]:
+    """Return the rows of each expert plus its bias."""
+    return rows + spread(region.vary(bias, region.varying(rows, bias)), rows)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(layout: Layout, dims: str, x: jax.Array, w: jax.Array) -> jax.Array:
     return _dot(layout, dims, x, w)
@@ -186,14 +191,22 @@ def _product_backward(
 _product.defvjp(lambda layout, dims, x, w: (_product(layout, dims, x, w), (x, w)), _product_backward)
 
 
+class ExpertWeights(NamedTuple):
+    """The weights of a device's experts."""
+
+    gate_up: Float[Array, "E D 2 F"]
+    down: Float[Array, "E F D"]
+    gate_up_bias: Float[Array, "E 2 F"] | None = None
+
+
 @dataclass(frozen=True)
 class Dispatch:
     """The experts of one layer, on one device of a manual region."""
 
     layout: Layout
     rounds: Rounds
-    activation: Callable[[jax.Array], jax.Array]
-    """What each expert applies to its gate."""
+    gating: Callable[[jax.Array, jax.Array], jax.Array]
+    """What each expert makes of its gate, and of what it gates."""
     alone: bool = True
     """Whether the region is that of this layer alone, and not a pipeline's, which may put off gradients of weights."""
 
@@ -202,20 +215,20 @@ class Dispatch:
         x: Float[Array, "T D"],
         p: Float[Array, "T k"],
         choice: Int[Array, "T k"],
-        gate_up: Float[Array, "E D 2 F"],
-        down: Float[Array, "E F D"],
+        w: ExpertWeights,
     ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
         """Return (what the chosen experts make of each token, weighted by `p`; the number of rounds it took).
 
         The former is a partial sum over the axes that split F. The weights are this device's experts, of E x n in all.
         """
-        experts = len(gate_up) * self.layout.size(EXPERT)
-        # Experts make zeros of zeros. A pipeline has many, where it is idle or its stages are padded, and all of them
-        # would wait for the same experts.
-        needs_any = jnp.any(x != 0, -1, keepdims=True)
-        line = queues(jnp.where(needs_any, choice, experts), experts)
+        experts = len(w.down) * self.layout.size(EXPERT)
+        # Experts without biases make zeros of zeros. A pipeline has many, where it is idle or its stages are padded,
+        # and all of them would wait for the same experts.
+        if w.gate_up_bias is None:
+            choice = jnp.where(jnp.any(x != 0, -1, keepdims=True), choice, experts)
+        line = queues(choice, experts)
         # As a matrix, XLA takes it as it lies, in the loop too. Of three dims it would make a copy in another order.
-        gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
+        w = w._replace(gate_up=w.gate_up.reshape(*w.gate_up.shape[:2], -1))
         over = jnp.maximum(jnp.max(line.length) - self.rounds.first, 0)
         further = -(-over // self.rounds.further)
         # Devices that exchange rows, and those beside them on fast links, take equally many rounds. The ranks of a
@@ -223,7 +236,7 @@ class Dispatch:
         together = region.outermost_first(region.varying(further) - {PIPELINE, REPLICA})
         if together:
             further = lax.pmax(further, together)
-        rest, *arrays = further_rounds(self, line, further, x, p, gate_up, down)
+        rest, *arrays = further_rounds(self, line, further, x, p, w)
         # The first round comes last, and its backward pass first, so that no two exchanges ever run at once.
         line = line._replace(start=region.after(line.start, rest))
         return self.one_round(line, 0, self.rounds.first, *arrays) + rest, 1 + further
@@ -241,22 +254,24 @@ class Dispatch:
         size: int,
         x: Float[Array, "T D"],
         p: Float[Array, "T k"],
-        gate_up: Float[Array, "E D G"],
-        down: Float[Array, "E F D"],
+        w: ExpertWeights,
     ) -> Float[Array, "T D"]:
         """Return what the experts add to each token in the round of `size` rows from place `first` of each queue.
 
-        G = 2 F: the columns of `gate_up` are first the gates, then the columns that they gate.
+        G = 2 F: the columns of `w.gate_up`, [E, D, G] here, are first the gates, then the columns that they gate.
 
         The rows are sent again in the backward pass: f k of them for each token are much to keep.
         """
         tokens, choices = seats(line, first, size, self.layout.size(EXPERT))
         rows = self._exchange(take(x, tokens))
         weight = self._exchange(take(p.reshape(-1, 1), choices))
-        gate, up = jnp.split(grouped(self.layout, "RED,EDG->REG", rows, gate_up), 2, -1)
+        products = grouped(self.layout, "RED,EDG->REG", rows, w.gate_up)
+        if w.gate_up_bias is not None:
+            products = _shifted(products, w.gate_up_bias.reshape(len(w.down), -1))
+        gate, up = jnp.split(products, 2, -1)
         # Weighted before the second product, whose result the backward pass then does not need.
-        h = self.activation(gate) * up * weight
-        return add_up(self._exchange(grouped(self.layout, "REF,EFD->RED", h, down)), tokens)
+        h = self.gating(gate, up) * weight
+        return add_up(self._exchange(grouped(self.layout, "REF,EFD->RED", h, w.down)), tokens)
 
     def _exchange(self, rows: Float[Array, "R E D"]) -> Float[Array, "R E D"]:
         """Exchange rows for other devices' experts for other devices' rows for this device's experts, or back."""
@@ -272,16 +287,15 @@ def further_rounds(
     count: Int[Array, ""],
     x: Float[Array, "T D"],
     p: Float[Array, "T k"],
-    gate_up: Float[Array, "E D G"],
-    down: Float[Array, "E F D"],
-) -> tuple[Float[Array, "T D"], jax.Array, jax.Array, jax.Array, jax.Array]:
+    w: ExpertWeights,
+) -> tuple[Float[Array, "T D"], jax.Array, jax.Array, ExpertWeights]:
     """Return what the experts add to each token in the `count` rounds after the first, zeros if that had room for all.
 
-    The last four arrays are returned too, for the first round: the backward pass can then wait for its gradients.
+    The last three are returned too, for the first round: the backward pass can then wait for its gradients.
 
     A loop of unknown length has no derivative of its own. This one is a sum, and so are its derivatives.
     """
-    return _sum(count, lambda i: _further(dispatch, line, i)(x, p, gate_up, down)), x, p, gate_up, down
+    return _sum(count, lambda i: _further(dispatch, line, i)(x, p, w)), x, p, w
 
 
 def _further(dispatch: Dispatch, line: Queues, i: Int[Array, ""]) -> Callable[..., jax.Array]:
@@ -310,25 +324,26 @@ def _further_forward(dispatch: Dispatch, *inputs: Tree) -> tuple[Tree, Tree]:
 def _further_backward(dispatch: Dispatch, inputs: Tree, gradients: Tree) -> tuple[Tree, ...]:
     # Two loops, each of which sends the rows, so that a pipeline may put off that of the weights' gradients. They come
     # one after the other, after the first round's, and before what follows (`region.after`).
-    line, count, x, p, gate_up, down = inputs
+    line, count, x, p, w = inputs
     g, *of_first = gradients
+    first_ones = jax.tree.leaves(of_first)
 
     def of_tokens(i: jax.Array) -> Tree:
         turn = _further(dispatch, line, i)
-        return jax.vjp(lambda x, p: turn(x, p, gate_up, down), x, p)[1](g)
+        return jax.vjp(lambda x, p: turn(x, p, w), x, p)[1](g)
 
     def of_weights(i: jax.Array) -> Tree:
         turn = _further(dispatch, line, i)
-        return jax.vjp(lambda gate_up, down: turn(x, p, gate_up, down), gate_up, down)[1](g)
+        return jax.vjp(lambda w: turn(x, p, w), w)[1](g)
 
     # In a pipeline the gradients of tokens must not wait for the gradients of weights.
-    first_ones = of_first if dispatch.alone else of_first[:2]
-    tokens = _sum(region.after(count, *first_ones), of_tokens)
-    weights = _sum(region.after(count, *tokens, *of_first), of_weights)
-    dx, dp, *dw = (first + more for first, more in zip(of_first, (*tokens, *weights), strict=True))
+    awaited = first_ones if dispatch.alone else of_first[:2]
+    tokens = _sum(region.after(count, *awaited), of_tokens)
+    weights = _sum(region.after(count, *tokens, *first_ones), of_weights)
+    dx, dp, dw = jax.tree.map(jnp.add, of_first, [*tokens, *weights])
     if dispatch.alone:
-        dx = region.after(dx, *dw)
-    return None, None, dx, dp, *dw
+        dx = region.after(dx, *jax.tree.leaves(dw))
+    return None, None, dx, dp, dw
 
 
 further_rounds.defvjp(_further_forward, _further_backward)

@@ -1,18 +1,14 @@
 """Call, on a mesh, what was written for one device: a module's loss, an optimizer's update.
 
-`call_on_all_rows` calls the module with all rows of a micro-batch inside `jax.sharding.auto_axes`. Whatever it computes
-from them, batch statistics or a loss over pairs of rows, is what one device computes. XLA all-reduces gradients where
-it likes: once for every use of a weight, in every micro-batch.
-
-`call_on_own_rows` lets every device call it with its own rows, as torch's DDP does (Li et al. 2020, section 3), and
-gradients stay partial sums until they are reduced once. That is right where the loss is a mean over rows and nothing
-looks across them, except through collectives over the axes of the batch by name.
+`all_rows` calls the module with all rows of a micro-batch, as one device would. Here `call_on_own_rows` lets every
+device call it with its own rows, as torch's DDP does (Li et al. 2020, section 3), and gradients stay partial sums until
+they are reduced once. That is right where the loss is a mean over rows and nothing looks across them, except through
+collectives over the axes of the batch by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal
 
@@ -21,19 +17,20 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import P
-from jax.sharding import auto_axes, reshard
+from jax.sharding import auto_axes
 from jaxtyping import Array, Int
 
 from jaxdist.parallel.arranged import Arranged
 from jaxdist.parallel.dataflow import Dataflow
 from jaxdist.parallel.placement import Placements
-from jaxdist.sharding import Layout, Params, Tree, Weighted, name_of, named, scale_partial
+from jaxdist.parallel.placing import is_axes
+from jaxdist.sharding import BATCH, Layout, Params, Tree, Weighted, name_of, named, scale_partial
 
 Mean = jax.Array | Weighted
 """A mean over rows, or a sum that is to be divided by the sum of weights over all rows of a step."""
 
-Outcome = tuple[Mean, Params, dict[str, Mean]]
-"""(loss, variables, further means)."""
+Outcome = tuple[Mean, Params, dict[str, Mean], Tree]
+"""(loss, variables, further means, arrays with rows)."""
 
 Call = Callable[[Params, Params, Tree], Outcome]
 """(weights, variables, batch) -> outcome."""
@@ -43,40 +40,29 @@ Agreement = Literal["key", "count", "mean", "same"]
 from the key of the first. Of the counts of random numbers they take the largest; statistics they average. Anything else
 has to be the same on all devices, and equal to what one device would make of all rows."""
 
-_GATHERS = ContextVar("whether a module is being called on all rows", default=False)
-
 
 def init(
-    make: Callable[[jax.Array], tuple[Params, Params]], places: Placements, key: jax.Array
+    make: Callable[[jax.Array], tuple[Params, Params]], places: Placements, variables: Tree, key: jax.Array
 ) -> tuple[Params, Params]:
-    """Return (parameters at rest, variables); each device makes its own shards."""
+    """Return (parameters at rest, variables laid out by specs); each device makes its own shards."""
     held = jax.tree.map(lambda p: p.held, places)
-    return auto_axes(make, out_sharding=(held, P()))(key)
+    return auto_axes(make, out_sharding=(held, variables))(key)
 
 
-def call_on_all_rows(
-    places: Placements,
-    call: Callable[[Params, Params, Tree], Tree],
-    weights: Params,
-    variables: Params,
-    batch: Tree,
-    out: Tree = P(),  # noqa: B008  # it cannot be changed
-) -> Any:
-    """Call the module as if on one device, and let XLA partition it; the result is laid out as the specs `out` say."""
-    # The automatic partitioner does not know `reduced` weights: no gradient goes through them.
-    weights = jax.tree.map(lambda p, w: reshard(w, P(*p.use.partitions)), places, weights)
-    token = _GATHERS.set(True)
-    try:
-        return auto_axes(call, out_sharding=out)(weights, variables, batch)
-    finally:
-        _GATHERS.reset(token)
+def specs_of(layout: Layout, axes: Tree) -> Tree:
+    """Return how arrays with these logical axes lie on the mesh."""
+    return jax.tree.map(layout.spec, axes, is_leaf=is_axes)
 
 
-def gather_layer(w: jax.Array) -> jax.Array:
-    """All-gather a layer's weight here and now inside `call_on_all_rows` (ZeRO 3); return it as it is elsewhere."""
-    if not _GATHERS.get():
-        return w
-    return jax.lax.with_sharding_constraint(w, P())
+def outcome_specs(layout: Layout, variables: Tree) -> tuple[P, Tree, P, P]:
+    """Return how an `Outcome` whose variables have these specs lies on the mesh; means are on every device."""
+    return P(), variables, P(), layout.spec((BATCH,))
+
+
+def rows_of_all(layout: Layout, a: jax.Array) -> jax.Array:
+    """Return an array [k, B/k, ...] as [B, ...], split by rows: those of micro-batches in the order of the batch."""
+    join = auto_axes(lambda a: a.reshape(-1, *a.shape[2:]), out_sharding=layout.spec((BATCH,)))
+    return join(a)
 
 
 def call_on_own_rows(
@@ -103,7 +89,7 @@ def call_on_own_rows(
     region = jax.shard_map(
         partial(_local, call, axes, layout.ranks, agreements),
         in_specs=(use, P(), Arranged(P(axes), P())),
-        out_specs=((P(), P(), P()), sums),
+        out_specs=((P(), P(), P(), P(axes)), sums),
         check_vma=False,
     )
 
@@ -114,7 +100,7 @@ def call_on_own_rows(
     def forward(weights: Params) -> tuple[Outcome, Params]:
         return region(weights, variables, batch)
 
-    def backward(sums: Params, cotangents: tuple[Mean, Tree, Tree]) -> tuple[Params]:
+    def backward(sums: Params, cotangents: tuple[Mean, Tree, Tree, Tree]) -> tuple[Params]:
         # No gradient goes through weights.
         factor = _differentiated(cotangents[0])
         return (jax.tree.map(lambda g: scale_partial(g, factor), sums),)
@@ -132,7 +118,7 @@ def _local(
     variables: Params,
     batch: Arranged,
 ) -> tuple[Outcome, Params]:
-    """Return ((loss, variables, further means), this device's part of the gradient), from its own rows.
+    """Return (the outcome, this device's part of the gradient), from its own rows.
 
     The gradient is that of the mean, or of the sum where the loss is `Weighted`.
     """
@@ -143,7 +129,7 @@ def _local(
         outcome = call(weights, own, batch)
         return _differentiated(outcome[0]), outcome
 
-    (_, (loss, after, further)), grads = jax.value_and_grad(loss_of, has_aux=True)(weights)
+    (_, (loss, after, further, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(weights)
     _check_same(call, ranks, agreements, after, weights, own, batch)
     after = jax.tree.map(partial(_agree, axes, rank), agreements, variables, own, after)
     if not isinstance(loss, Weighted):
@@ -151,7 +137,7 @@ def _local(
         grads = jax.tree.map(lambda g: g / ranks, grads)
     over_devices = partial(_over_devices, axes)
     loss, further = jax.tree.map(over_devices, (loss, further), is_leaf=lambda a: isinstance(a, Weighted))
-    return (loss, after, further), grads
+    return (loss, after, further, aux), grads
 
 
 def _differentiated(loss: Mean) -> jax.Array:

@@ -90,6 +90,9 @@ def role_of(axes: LogicalAxes, trained: bool = True) -> Role:
     # A bias of several weights in one array has dims without a name, which make it no matrix. A module that was written
     # for one device names none.
     named = [name for name in dims if name is not None]
+    if None in dims and dims[0] == "experts":
+        # Each expert has its own.
+        named = named[1:]
     return Role(
         stacked=sum(name in counting for name in axes),
         decays=len(named or dims) >= 2,

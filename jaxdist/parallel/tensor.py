@@ -95,6 +95,13 @@ def einsum(
     return checkpoint_name(y, PRODUCT)
 
 
+def einsum_on_stream(
+    layout: Layout, dims: str, x: Float[Array, "B s ..."], w: Float[Array, "..."]
+) -> Float[Array, "B s ..."]:
+    """Multiply what lies as the residual stream does by a weight that nothing splits: `"BsD,DA->BsA"`."""
+    return checkpoint_name(_matmul(layout, dims, frozenset(), x, w), PRODUCT)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _matmul(layout: Layout, dims: str, summed: frozenset[str], x: jax.Array, w: jax.Array) -> jax.Array:
     out = dims.split("->")[1]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxdist.config import ModelConfig
-from jaxdist.config.matmuls import SPLIT, STREAM, Matmul, matmuls_of
+from jaxdist.config.matmuls import SPLIT, STREAM, Matmul, matmuls_of, normed_before
 from jaxdist.mesh.context import WIDE, ulysses_elements
 from jaxdist.mesh.split import heads_of, own_heads
 from jaxdist.models import ring_blocks
@@ -117,7 +117,7 @@ def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
                                 the MLP's hidden layer (two if it is gated)
         named                   also the input of attention's output matmul, and each head's log sum exp; this is what
                                 ZeRO 2 and 3 keep when nothing is checkpointed
-        none                    also the norms and the operands of attention
+        none                    also what goes into norms, the norms and the operands of attention
 
     From named on, Ulysses keeps query, key and value as it has exchanged them, and attention's output before and after.
 
@@ -138,7 +138,9 @@ def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
         operands = 0
     if remat == "named":
         return named
-    return named + 2 * widths.residual + operands
+    # What norms before attention and MLP make; of those after them, what the output matmuls make is kept already.
+    normed = 2 * normed_before(m)
+    return named + normed * widths.residual + operands
 
 
 def stashed_per_token(m: ModelConfig, layout: Layout) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxdist.mesh.split import heads_of
+from jaxdist.mesh.split import cached_heads_of
 from jaxdist.models.decoding import slots_of
 from jaxdist.output.units import counted, size
 from jaxdist.parallel.pipeline.stages import Stages, stages_of
@@ -28,7 +28,7 @@ def cache_bytes(sharded: ShardedModel, rows: int) -> int:
     parts = layout.parts(SEQUENCE)
     slots = [slots_of(kind, sizes.sequence, parts) // parts for kind in sizes.kinds]
     of_layers = stages.virtual * sum(stages.places_of(kind) * slots[kind] for kind in range(stages.period))
-    kept = heads_of(sizes, layout.parts("heads")).keys_and_values
+    kept = cached_heads_of(sizes, layout.parts("heads")).keys_and_values
     return of_layers * own_rows * kept * sharded.split.width
 
 

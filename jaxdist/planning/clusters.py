@@ -3,12 +3,14 @@
 A cluster may consist of several sites, between which the link is slower still.
 
 The shipped ones are TOML files (`configs/clusters`) with a source beside every number. `python -m jaxdist.bench
-collectives --fit FILE` measures a real cluster and writes such a file.
+collectives --fit FILE` measures a real cluster and writes such a file. A file may name another one as its `base` and
+hold only what differs from it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +23,7 @@ from jaxdist.config import RequestError, listed, nearest
 from jaxdist.files import read_toml
 from jaxdist.output.units import multiples
 from jaxdist.planning.hardware import GPUS, PRESETS
+from jaxdist.planning.rates import Rates
 from jaxdist.process.gpu_memory import GPU_SHARE
 
 UNLIMITED = 2**62
@@ -72,6 +75,10 @@ class Cluster:
     """The number of hosts of a site; 0 where all hosts are in one site."""
     between: Link | None = None
     """The link between sites: all that a site sends to other sites, in bytes per second; None for one site."""
+    watts: float = 0.0
+    """The most that one GPU draws; 0 where it is not known."""
+    efficiency: tuple[tuple[str, float], ...] = ()
+    """Constants of `rates.Rates` that are those of this cluster, and their values: fitted to steps of its own."""
 
     @property
     def per_site(self) -> int:
@@ -112,16 +119,10 @@ def cluster(name_or_file: str) -> Cluster:
 
     Raises `RequestError` with the nearest name, or with everything that is wrong in the file, a sentence for each key.
     """
-    path = PRESETS.get(name_or_file) or Path(name_or_file)
-    if not os.path.isfile(path):
-        hint = "is a folder" if os.path.isdir(path) else "is neither a cluster nor a file"
-        raise RequestError(f"cluster '{name_or_file}' {hint}; {nearest(name_or_file, PRESETS)}")
-    try:
-        given = read_toml(path)
-    except ValueError as error:  # not TOML, or not UTF-8
-        raise RequestError(f"cluster {path} is not valid TOML: {error}") from error
-    except OSError as error:
-        raise RequestError(f"cluster {path} cannot be read: {error.strerror or error}") from error
+    path = _path_of(name_or_file)
+    if path is None:
+        raise RequestError(_no_cluster("cluster", name_or_file, name_or_file))
+    given = _with_base(path, ())
     given = {**_known_of_gpu(given.get("gpu")), **given}
     problems = list(_problems(given))
     if problems:
@@ -131,10 +132,78 @@ def cluster(name_or_file: str) -> Cluster:
     for side in (*SIDES, BETWEEN):
         if side in given:
             values[side] = Link(**{key: float(value) for key, value in given.pop(side).items()})
+    values[EFFICIENCY] = tuple((name, float(value)) for name, value in given.pop(EFFICIENCY, {}).items())
     sources = tuple(given.pop("sources"))
     for key, value in given.items():
         values[key] = value if key in ("gpu", *COUNTS) else float(value)
     return Cluster(name=path.stem, **values, sources=sources)
+
+
+def _path_of(name_or_file: str, folder: Path | None = None) -> Path | None:
+    """Return the file of a shipped cluster, or of a path that may be relative to `folder`; None for neither."""
+    if name_or_file in PRESETS:
+        return PRESETS[name_or_file]
+    path = Path(name_or_file)
+    if folder is not None:
+        path = folder / path
+    return path if path.is_file() else None
+
+
+def _no_cluster(what: str, name: str, at: str | Path) -> str:
+    """Return the message for a name that no cluster has; `at` is where a file of this name was looked for."""
+    hint = "is a folder" if os.path.isdir(at) else "is neither a cluster nor a file"
+    return f"{what} '{name}' {hint}; {nearest(name, PRESETS)}"
+
+
+def _with_base(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """Return the keys of a file, and of its base those that it does not set itself, table by table.
+
+    `above` are the files of which this one is the base, directly or not. Raises `RequestError` for a file that cannot
+    be read, a base that is not there, and one that has this file as its own base.
+    """
+    given = _read(path)
+    name = given.pop(BASE, None)
+    if name is None:
+        return given
+    if not isinstance(name, str):
+        raise RequestError(f'{path}: {BASE} is {json.dumps(name, default=str)}: must be a name, such as "h100-ndr"')
+    found = _path_of(name, path.parent)
+    if found is None:
+        raise RequestError(f"{path}: {_no_cluster(BASE, name, path.parent / name)}")
+    chain = (*above, path)
+    if any(found.samefile(one) for one in chain):
+        circle = " -> ".join(one.name for one in (*chain, found))
+        raise RequestError(
+            f"{path}: {BASE} '{name}' leads back to itself ({circle}); name another {BASE} in one of them"
+        )
+    return _merged(_with_base(found, chain), given)
+
+
+def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of both; those of `own` count, its sources come first, and tables are merged key by key.
+
+    The numbers of the GPU of the base do not describe another GPU, so they are left out where `own` names one.
+    """
+    if own.get("gpu", base.get("gpu")) != base.get("gpu"):
+        base = {key: value for key, value in base.items() if key not in OF_GPU}
+    merged = {**base, **own}
+    for key, value in own.items():
+        of_base = base.get(key)
+        if isinstance(value, dict) and isinstance(of_base, dict):
+            merged[key] = {**of_base, **value}
+        if key == "sources" and isinstance(value, list) and isinstance(of_base, list):
+            merged[key] = list(dict.fromkeys([*value, *of_base]))
+    return merged
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a TOML file holds. Raises `RequestError` where it cannot be read."""
+    try:
+        return read_toml(path)
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise RequestError(f"cluster {path} is not valid TOML: {error}") from error
+    except OSError as error:
+        raise RequestError(f"cluster {path} cannot be read: {error.strerror or error}") from error
 
 
 def check_sites(where: Cluster, devices: int) -> None:
@@ -153,6 +222,8 @@ def calibrated(candidate: Cluster) -> bool:
     The shipped cluster of CPUs describes one machine, and other machines differ from it.
     """
     shipped = cluster("cpu")
+    if candidate.efficiency:
+        return True
     return (candidate.gpu, candidate.peak, candidate.inside) != (shipped.gpu, shipped.peak, shipped.inside)
 
 
@@ -174,8 +245,17 @@ def _known_of_gpu(name: Any) -> dict[str, float]:
     if not isinstance(name, str) or name not in GPUS:
         return {}
     gpu = GPUS[name]
-    return {"memory": GPU_SHARE * gpu.memory, "peak": gpu.peak, "bandwidth": gpu.bandwidth}
+    return {"memory": GPU_SHARE * gpu.memory, "peak": gpu.peak, "bandwidth": gpu.bandwidth, "watts": gpu.watts}
 
+
+BASE = "base"
+"""The key that names the cluster, or the file beside this one, from which a file takes what it does not say."""
+
+EFFICIENCY = "efficiency"
+"""The table of constants that are fitted to steps of a cluster's own (`refit`)."""
+
+OF_GPU = ("memory", "peak", "bandwidth", "watts", EFFICIENCY)
+"""The keys whose values are those of the GPU."""
 
 SIDES = ("inside", "across")
 """The links that every cluster has."""
@@ -190,31 +270,24 @@ COUNTS = ("per_host", PER_SITE)
 """The keys whose values are whole numbers."""
 
 BOUNDS = {
-    "per_host": (1, 10**6),
-    "hosts_per_site": (1, 10**6),
-    "memory": (1, 1e15),
-    "peak": (1, 1e21),
-    "matmul": (0.001, 1),
-    "bandwidth": (1, 1e18),
-    "pair": (1, 1e18),
-    "latency": (0, 10),
-    "overlap": (1, 2),
+    "per_host": (1, 10**6, ""),
+    "hosts_per_site": (1, 10**6, ""),
+    "memory": (1, 1e15, "bytes"),
+    "peak": (1, 1e21, "FLOP/s"),
+    "matmul": (0.001, 1, "a share of the peak"),
+    "bandwidth": (1, 1e18, "bytes per second"),
+    "pair": (1, 1e18, "bytes per second"),
+    "latency": (0, 10, "seconds"),
+    "watts": (1, 1e5, "watts"),
+    "overlap": (1, 2, ""),
 }
-"""The range of each number. A wrong unit, such as GB for bytes, can lie within it: messages therefore name the unit."""
-
-UNITS = {
-    "memory": "bytes",
-    "peak": "FLOP/s",
-    "matmul": "a share of the peak",
-    "bandwidth": "bytes per second",
-    "pair": "bytes per second",
-    "latency": "seconds",
-}
+"""The range of each number, and its unit. A wrong unit, such as GB for bytes, can lie within the range: messages
+therefore name it."""
 
 
 def _problems(given: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each key of a file that is missing, wrong or not known."""
-    optional = [PER_SITE, BETWEEN]
+    optional = [BASE, PER_SITE, BETWEEN, "watts", EFFICIENCY]
     required = [field.name for field in fields(Cluster) if field.name not in ("name", *optional)]
     yield from _table_problems(given, required, optional=optional)
     if BETWEEN in given and PER_SITE not in given:
@@ -223,6 +296,8 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"{PER_SITE} is given, but the link between sites is missing; write [{BETWEEN}] with bandwidth and latency"
         )
+    if isinstance(given.get(EFFICIENCY), dict):
+        yield from _efficiency_problems(given[EFFICIENCY])
     for side in (*SIDES, BETWEEN):
         if isinstance(given.get(side), dict):
             optional = ["pair"] if side == "inside" else []
@@ -246,8 +321,20 @@ def _table_problems(
             yield f"{prefix}{key} is missing; set it{_unit(key)}"
 
 
+def _efficiency_problems(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each constant that is wrong or not known."""
+    known = [field.name for field in fields(Rates)]
+    for key, value in given.items():
+        if key not in known:
+            yield f"unknown key '{EFFICIENCY}.{key}'; {nearest(key, known)}"
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            yield f"{EFFICIENCY}.{key} is {json.dumps(value, default=str)}: must be a number above 0"
+
+
 def _wrong(key: str, value: Any) -> str:
     """Return what is wrong with the value of a key; empty where nothing is."""
+    if key == EFFICIENCY:
+        return "" if isinstance(value, dict) else f"must be a table; write [{key}] with a line for each constant"
     if key in (*SIDES, BETWEEN):
         return "" if isinstance(value, dict) else f"must be a table; write [{key}] with bandwidth and latency"
     if key == "gpu":
@@ -260,7 +347,7 @@ def _wrong(key: str, value: Any) -> str:
         return f"must be a whole number{_unit(key)}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"must be a number{_unit(key)}"
-    least, most = BOUNDS[key]
+    least, most, _ = BOUNDS[key]
     if least <= value <= most:
         return ""
     return f"must be from {least:g} to {most:g}{_unit(key)}"
@@ -268,19 +355,32 @@ def _wrong(key: str, value: Any) -> str:
 
 def _unit(key: str) -> str:
     """Return the unit of a key as the end of a message; empty where it has none."""
-    return f", in {UNITS[key]}" if key in UNITS else ""
+    *_, unit = BOUNDS.get(key, ("",))
+    return f", in {unit}" if unit else ""
 
 
 def to_toml(cluster: Cluster, comments: Sequence[str]) -> str:
     """Return TOML from which `cluster` reads an equal cluster, except for the name; `comments` come first."""
     values = asdict(cluster)
     links = {side: values.pop(side) for side in (*SIDES, BETWEEN)}
+    efficiency = values.pop(EFFICIENCY)
     if cluster.between is None:
         del links[BETWEEN], values[PER_SITE]
+    if not cluster.watts:
+        # 0 is not in its range.
+        del values["watts"]
     lines = [f"# {line}".rstrip() for line in comments]
     lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if key != "name"]
     for side, link in links.items():
         lines += ["", f"[{side}]"]
         # Without a value, `pair` is left out: 0 is not in its range.
         lines += [f"{key} = {value!r}" for key, value in link.items() if key != "pair" or value]
+    if efficiency:
+        lines += ["", *efficiency_lines(efficiency)]
     return "\n".join(lines) + "\n"
+
+
+def efficiency_lines(efficiency: Sequence[tuple[str, float]], comments: Mapping[str, str] | None = None) -> list[str]:
+    """Return the table of a cluster file that has these constants, with a comment on each."""
+    notes = {name: f"  # {comment}" for name, comment in (comments or {}).items()}
+    return [f"[{EFFICIENCY}]", *(f"{name} = {value:.4g}{notes.get(name, '')}" for name, value in efficiency)]

@@ -217,11 +217,6 @@ def tree_reduce(group: Group, size: Numbers) -> Numbers:
     return 2 * (chain + across + between) + 2 * size / group.rate
 
 
-def halving_reduce(group: Group, size: Numbers) -> Numbers:
-    """Return the seconds of an all-reduce by recursive halving and doubling."""
-    return 2 * np.ceil(np.log2(group.ranks)) * group.hop + 2 * group.ring_share * size / group.rate
-
-
 def hierarchical_reduce(group: Group, size: Numbers) -> Numbers:
     """Return the seconds of an all-reduce that uses all network cards at once.
 
@@ -231,16 +226,6 @@ def hierarchical_reduce(group: Group, size: Numbers) -> Numbers:
     far = group.far
     part = size / group.inside
     return 2 * ring(group.near, size) + np.minimum(ring_reduce(far, part), tree_reduce(far, part))
-
-
-def server_reduce(group: Group, size: Numbers) -> Numbers:
-    """Return the seconds of an all-reduce in which one rank, the parameter server, adds up for all."""
-    return 2 * group.hop + 2 * group.ranks * size / group.pair_rate
-
-
-def direct_reduce(group: Group, size: Numbers) -> Numbers:
-    """Return the seconds of an all-reduce in which each rank sends its whole array to each other one."""
-    return group.hop + (group.ranks - 1) * size / group.pair_rate
 
 
 def send(group: Group, size: Numbers) -> Numbers:
@@ -264,7 +249,7 @@ def exchange(group: Group, size: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to do a collective."""
+    """One way in which NCCL does a collective."""
 
     name: str
     kinds: tuple[str, ...]
@@ -272,11 +257,9 @@ class Algorithm:
     formula: str
     """n ranks, g of them in a host, N hosts; S bytes; a hop inside a host, A across; b and B their bandwidths."""
     time: Callable[[Group, Numbers], Numbers]
-    used: bool = True
-    """Whether NCCL has it. The others are for comparison (`lab all-reduce`), and `seconds` does not consider them."""
-    over_sites: str = ""
+    over_sites: str
     """The formula for a group over M sites, h of its ranks in each; C a hop between sites, c one GPU's share of the
-    bandwidth. Empty for algorithms that are not used."""
+    bandwidth."""
 
 
 ROUND = "(n-N) a + (N-1) A"
@@ -310,9 +293,6 @@ ALGORITHMS = (
         hierarchical_reduce,
         over_sites="2 [(g-1) a + (g-1)/g S / b] + least of ring and tree of S/g over N hosts by min(B, h/g c)",
     ),
-    Algorithm("halving-doubling", (ALL_REDUCE,), "2 log2(n) A + 2 (n-1)/n S / min(b, g B)", halving_reduce, used=False),
-    Algorithm("parameter server", (ALL_REDUCE,), "2 A + 2 n S / B", server_reduce, used=False),
-    Algorithm("direct", (ALL_REDUCE,), "A + (n-1) S / B", direct_reduce, used=False),
     Algorithm(
         "ring",
         (ALL_GATHER, REDUCE_SCATTER),
@@ -333,13 +313,8 @@ ALGORITHMS = (
 
 
 def algorithms(kind: str) -> dict[str, Algorithm]:
-    """Return all algorithms for this kind of collective, by name."""
+    """Return the algorithms for this kind of collective, by name."""
     return {algorithm.name: algorithm for algorithm in ALGORITHMS if kind in algorithm.kinds}
-
-
-def _used(kind: str) -> list[Algorithm]:
-    """Return the algorithms that NCCL has for this kind of collective."""
-    return [algorithm for algorithm in ALGORITHMS if kind in algorithm.kinds and algorithm.used]
 
 
 def seconds(
@@ -356,26 +331,15 @@ def seconds(
 
 def seconds_of(kind: str, size: Numbers, group: Group) -> Numbers:
     """Return the seconds of a collective of a group, as `seconds` does."""
-    times = [algorithm.time(group, size) for algorithm in _used(kind)]
+    times = [algorithm.time(group, size) for algorithm in algorithms(kind).values()]
     return np.where(group.ranks > 1, START + reduce(np.minimum, times), 0.0)
-
-
-def wire_share(kind: str, ranks: Numbers) -> Numbers:
-    """Return the bytes that a rank sends around a ring, divided by the bytes of the whole array.
-
-    (n - 1)/n for an all-gather or a reduce-scatter over n ranks, and twice that for an all-reduce, which is both.
-    """
-    if kind == PERMUTE:
-        return np.ones_like(ranks, float)
-    rounds = 2 if kind == ALL_REDUCE else 1
-    return rounds * (np.asarray(ranks) - 1) / np.asarray(ranks)
 
 
 def why(kind: str, size: float, ranks: int, ranks_inside: int, cluster: Cluster, in_site: int | None = None) -> str:
     """Return a sentence about the time of one collective: the algorithm, its formula and the numbers in it."""
     in_site = in_site or ranks
     group = Group(float(ranks), float(ranks_inside), cluster, float(in_site))
-    took = {algorithm: float(algorithm.time(group, size)) for algorithm in _used(kind)}
+    took = {algorithm: float(algorithm.time(group, size)) for algorithm in algorithms(kind).values()}
     best = min(took, key=took.__getitem__)
     formula = best.formula
     where = f"n={ranks} ranks, g={ranks_inside} in a host"

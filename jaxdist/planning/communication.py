@@ -62,9 +62,10 @@ def predict(sharded: ShardedModel) -> list[Transfer]:
     if isinstance(sharded.model, Foreign):
         found.append(_statistics(sharded, sharded.model))
     else:
-        for stack in step.stacks:
-            send(stream_traffic.of_stack(stack), stack)
-        send(stream_traffic.beside_stacks(step), step)
+        for one in (step, *step.references):
+            for stack in one.stacks:
+                send(stream_traffic.of_stack(stack), stack)
+            send(stream_traffic.beside_stacks(one), one)
     return [one for one in found if one.devices > 1 and one.calls]
 
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from jaxdist.planning.context_traffic import KEYS, STARTS
 from jaxdist.planning.expert_traffic import ROWS
-from jaxdist.planning.habit import PREDICTED, Habit
+from jaxdist.planning.habit import BOTH, PREDICTED, Habit
 from jaxdist.planning.parameter_layout import Placed
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Count, Transfer
 from jaxdist.planning.runs import Step
-from jaxdist.planning.stream_traffic import BETWEEN_STAGES, LOOKED_UP, LOOKED_UP_POSITIONS
+from jaxdist.planning.stream_traffic import BETWEEN_STAGES, LAST, LOOKED_UP, LOOKED_UP_POSITIONS, STATISTICS
 from jaxdist.planning.weight_traffic import GRADIENTS, WEIGHTS
 from jaxdist.sharding import SEQUENCE, Layout
 
@@ -59,22 +59,57 @@ def corrected(sent: Sent, corrections: Iterable[Correction]) -> Transfer:
     return sent.transfer
 
 
+CORRECTIONS: list[Correction] = []
+
+
+def corrects(
+    name: str, what: tuple[str, ...], reason: str, on: tuple[str, ...] = BOTH
+) -> Callable[[Callable[[Sent], Count]], Callable[[Sent], Count]]:
+    """Make a function the `calls` of a correction, and append that to the table."""
+
+    def add(calls: Callable[[Sent], Count]) -> Callable[[Sent], Count]:
+        CORRECTIONS.append(Correction(name=name, platforms=on, what=what, calls=calls, reason=reason))
+        return calls
+
+    return add
+
+
 def _is_in_no_loop(sent: Sent) -> bool:
     """Return whether it is a transfer of a parameter that no loop over layers runs."""
     p = sent.parameter
     return p is not None and p.layers == 1 and not sent.step.pipe
 
 
+@corrects(
+    "the only layer",
+    what=(WEIGHTS,),
+    on=("gpu",),
+    reason="a loop of one layer is none, so that XLA:GPU gathers its weights once for the forward and the backward "
+    "pass",
+)
 def _of_an_only_layer(sent: Sent) -> Count:
     if _is_in_no_loop(sent):
         return min(sent.transfer.calls, sent.step.runs.loops.forward)
     return sent.transfer.calls
 
 
+@corrects(
+    "weights of all groups",
+    what=(WEIGHTS,),
+    on=("cpu",),
+    reason="XLA:CPU moves a gather of weights that no loop over layers runs out of the loop over micro-batches; "
+    "XLA:GPU leaves it there",
+)
 def _once_for_all_groups(sent: Sent) -> Count:
     return 1 if _is_in_no_loop(sent) else sent.transfer.calls
 
 
+@corrects(
+    "sums of all groups",
+    what=(GRADIENTS,),
+    on=("gpu",),
+    reason="XLA:GPU moves an all-reduce behind a loop that only adds to a sum",
+)
 def _behind_the_sum_of_groups(sent: Sent) -> Count:
     adds_up = sent.transfer.kind == ALL_REDUCE and _is_in_no_loop(sent)
     if adds_up and sent.parameter and sent.parameter.place.deal is None:
@@ -107,10 +142,24 @@ def _with_layers_in_no_loop(sent: Sent, calls_of_one: Count) -> Count:
     return sent.transfer.calls * (depth - layers) // depth + layers * calls_of_one
 
 
+@corrects(
+    "layers of a chunk in no loop, all ticks",
+    what=(WEIGHTS,),
+    on=("cpu",),
+    reason="nothing of a rank's only layer, or of one that is left over of a period, differs from tick to tick, so "
+    "XLA:CPU gathers its weights once",
+)
 def _once_for_all_ticks(sent: Sent) -> Count:
     return _with_layers_in_no_loop(sent, 1)
 
 
+@corrects(
+    "a chunk of one layer, single ticks",
+    what=(WEIGHTS,),
+    on=("gpu",),
+    reason="XLA:GPU gathers the weights of a rank's only layer once in every turn of a loop over ticks, and once for "
+    "all segments of a single tick, which are no loops",
+)
 def _once_for_segments_of_a_tick(sent: Sent) -> Count:
     pipe = sent.step.pipe
     # Of the rest of a period, no program for GPUs has been looked at.
@@ -121,6 +170,11 @@ def _once_for_segments_of_a_tick(sent: Sent) -> Count:
     return _with_layers_in_no_loop(sent, sum(ticks for ticks in lengths if ticks > 1) + int(1 in lengths))
 
 
+@corrects(
+    "the last message",
+    what=tuple(BETWEEN_STAGES.values()),
+    reason="XLA drops a message that nothing reads where it is no part of a loop: in a segment of a single tick",
+)
 def _without_the_last_message(sent: Sent) -> Count:
     pipe = sent.step.pipe
     if pipe is None or not pipe.flush:
@@ -130,6 +184,11 @@ def _without_the_last_message(sent: Sent) -> Count:
     return sent.transfer.calls - int(end - first == 1)
 
 
+@corrects(
+    "ticks that embed nothing",
+    what=(LOOKED_UP, LOOKED_UP_POSITIONS),
+    reason="in a segment of a single tick, which is no loop, XLA knows whether the first chunk reads the embedding",
+)
 def _without_what_no_stage_looks_up(sent: Sent) -> Count:
     pipe = sent.step.pipe
     transfer = sent.transfer
@@ -141,6 +200,12 @@ def _without_what_no_stage_looks_up(sent: Sent) -> Count:
     return transfer.calls - sum(not needed[tick] for tick in alone)
 
 
+@corrects(
+    "positions with tokens",
+    what=(LOOKED_UP_POSITIONS,),
+    on=("gpu",),
+    reason="XLA:GPU adds positions to the vectors of tokens before one reduce-scatter of both",
+)
 def _with_the_vectors_of_tokens(sent: Sent) -> Count:
     layout = sent.step.layout
     if sent.transfer.kind == REDUCE_SCATTER and layout.split("vocab") == layout.sequence_parallel:
@@ -148,12 +213,26 @@ def _with_the_vectors_of_tokens(sent: Sent) -> Count:
     return sent.transfer.calls
 
 
+@corrects(
+    "rows of a recomputed layer",
+    what=(ROWS,),
+    on=("cpu",),
+    reason="XLA:CPU does not merge what a recomputed block sends to its experts with what the gradients of weights "
+    "need",
+)
 def _rows_for_each_purpose(sent: Sent) -> Count:
     if sent.step.pipe:
         return sent.transfer.calls
     return sent.transfer.calls + sent.step.runs.passes.recomputed
 
 
+@corrects(
+    "starts of documents, all loops",
+    what=(STARTS,),
+    on=("cpu",),
+    reason="where documents start is the same for all layers, so XLA:CPU gathers it before the loops over layers, if "
+    "no loop over micro-batches is inside them",
+)
 def _starts_before_all_loops(sent: Sent) -> Count:
     runs = sent.step.runs
     if sent.step.pipe:
@@ -162,6 +241,13 @@ def _starts_before_all_loops(sent: Sent) -> Count:
     return sent.transfer.calls if runs.micro_batches > 1 else runs.heads
 
 
+@corrects(
+    "starts of documents, forward loops",
+    what=(STARTS,),
+    on=("gpu",),
+    reason="XLA:GPU gathers where documents start before the loop over layers of the forward pass, if no loop over "
+    "micro-batches is inside it, and leaves the gather in that of the backward pass",
+)
 def _starts_before_forward_loops(sent: Sent) -> Count:
     runs = sent.step.runs
     if sent.step.pipe or sent.step.split.inside:
@@ -169,133 +255,61 @@ def _starts_before_forward_loops(sent: Sent) -> Count:
     return sent.transfer.calls - runs.passes.forward + runs.loops.forward
 
 
+@corrects(
+    "keys of a ring, all steps",
+    what=(KEYS,),
+    on=("cpu",),
+    reason="the backward pass of a ring sends the keys and values that its recomputation sends: XLA:CPU sends them "
+    "once",
+)
 def _keys_of_all_steps(sent: Sent) -> Count:
     """Return the calls where the backward pass sends all keys and values that its recomputation needs."""
     steps = sent.step.layout.parts(SEQUENCE) - 1
     return sent.transfer.calls - 2 * steps * _repeats_of_attention(sent.step)
 
 
+@corrects(
+    "keys of a ring, first step",
+    what=(KEYS,),
+    on=("gpu",),
+    reason="XLA:GPU sends once what the first step of a ring sends in its recomputation and in its backward pass, "
+    "because only that is outside the loops over the other steps",
+)
 def _keys_of_the_first_step(sent: Sent) -> Count:
     return sent.transfer.calls - 2 * _repeats_of_attention(sent.step)
+
+
+@corrects(
+    "logits of pairs",
+    what=(STATISTICS, LAST),
+    reason="where no loop makes the logits of a micro-batch, XLA makes them once for the loss of pairs and for its "
+    "gradient",
+)
+def _logits_once(sent: Sent) -> Count:
+    """Return the calls where the backward pass of the loss has the logits of the forward pass, and makes none again."""
+    runs = sent.step.runs
+    transfer = sent.transfer
+    again = runs.heads_again * (runs.micro_batches == 1) * (sent.step.losses == 1)
+    if transfer.what == STATISTICS:
+        return transfer.calls - 2 * again
+    return transfer.calls - again if transfer.kind == ALL_GATHER else transfer.calls
+
+
+@corrects(
+    "tokens of a reference",
+    what=(LOOKED_UP, LOOKED_UP_POSITIONS),
+    on=("gpu",),
+    reason="where no loop over micro-batches looks tokens up, XLA:GPU looks them up once for the step and for its "
+    "reference",
+)
+def _vectors_of_the_step(sent: Sent) -> Count:
+    """Return the calls where the pass of a reference has the looked-up vectors of the step that it is a part of."""
+    runs = sent.step.runs
+    if sent.step.staged or runs.learns:
+        return sent.transfer.calls
+    return sent.transfer.calls - runs.heads * (runs.micro_batches == 1)
 
 
 def _repeats_of_attention(step: Step) -> Count:
     """Return how often attention is repeated in one part of the program with its backward pass."""
     return step.runs.passes.recomputed + step.runs.passes.attended
-
-
-CORRECTIONS = (
-    Correction(
-        name="the only layer",
-        platforms=("gpu",),
-        since="0.10",
-        what=(WEIGHTS,),
-        calls=_of_an_only_layer,
-        reason="a loop of one layer is none, so that XLA:GPU gathers its weights once for the forward and the backward "
-        "pass",
-    ),
-    Correction(
-        name="weights of all groups",
-        platforms=("cpu",),
-        since="0.10",
-        what=(WEIGHTS,),
-        calls=_once_for_all_groups,
-        reason="XLA:CPU moves a gather of weights that no loop over layers runs out of the loop over micro-batches; "
-        "XLA:GPU leaves it there",
-    ),
-    Correction(
-        name="sums of all groups",
-        platforms=("gpu",),
-        since="0.10",
-        what=(GRADIENTS,),
-        calls=_behind_the_sum_of_groups,
-        reason="XLA:GPU moves an all-reduce behind a loop that only adds to a sum",
-    ),
-    Correction(
-        name="layers of a chunk in no loop, all ticks",
-        platforms=("cpu",),
-        since="0.10",
-        what=(WEIGHTS,),
-        calls=_once_for_all_ticks,
-        reason="nothing of a rank's only layer, or of one that is left over of a period, differs from tick to tick, so "
-        "XLA:CPU gathers its weights once",
-    ),
-    Correction(
-        name="a chunk of one layer, single ticks",
-        platforms=("gpu",),
-        since="0.10",
-        what=(WEIGHTS,),
-        calls=_once_for_segments_of_a_tick,
-        reason="XLA:GPU gathers the weights of a rank's only layer once in every turn of a loop over ticks, and once "
-        "for all segments of a single tick, which are no loops",
-    ),
-    Correction(
-        name="the last message",
-        platforms=("cpu", "gpu"),
-        since="0.10",
-        what=tuple(BETWEEN_STAGES.values()),
-        calls=_without_the_last_message,
-        reason="XLA drops a message that nothing reads where it is no part of a loop: in a segment of a single tick",
-    ),
-    Correction(
-        name="ticks that embed nothing",
-        platforms=("cpu", "gpu"),
-        since="0.10",
-        what=(LOOKED_UP, LOOKED_UP_POSITIONS),
-        calls=_without_what_no_stage_looks_up,
-        reason="in a segment of a single tick, which is no loop, XLA knows whether the first chunk reads the embedding",
-    ),
-    Correction(
-        name="positions with tokens",
-        platforms=("gpu",),
-        since="0.10",
-        what=(LOOKED_UP_POSITIONS,),
-        calls=_with_the_vectors_of_tokens,
-        reason="XLA:GPU adds positions to the vectors of tokens before one reduce-scatter of both",
-    ),
-    Correction(
-        name="rows of a recomputed layer",
-        platforms=("cpu",),
-        since="0.10",
-        what=(ROWS,),
-        calls=_rows_for_each_purpose,
-        reason="XLA:CPU does not merge what a recomputed block sends to its experts with what the gradients of weights "
-        "need",
-    ),
-    Correction(
-        name="starts of documents, all loops",
-        platforms=("cpu",),
-        since="0.10",
-        what=(STARTS,),
-        calls=_starts_before_all_loops,
-        reason="where documents start is the same for all layers, so XLA:CPU gathers it before the loops over layers, "
-        "if no loop over micro-batches is inside them",
-    ),
-    Correction(
-        name="starts of documents, forward loops",
-        platforms=("gpu",),
-        since="0.10",
-        what=(STARTS,),
-        calls=_starts_before_forward_loops,
-        reason="XLA:GPU gathers where documents start before the loop over layers of the forward pass, if no loop over "
-        "micro-batches is inside it, and leaves the gather in that of the backward pass",
-    ),
-    Correction(
-        name="keys of a ring, all steps",
-        platforms=("cpu",),
-        since="0.10",
-        what=(KEYS,),
-        calls=_keys_of_all_steps,
-        reason="the backward pass of a ring sends the keys and values that its recomputation sends: XLA:CPU sends them "
-        "once",
-    ),
-    Correction(
-        name="keys of a ring, first step",
-        platforms=("gpu",),
-        since="0.10",
-        what=(KEYS,),
-        calls=_keys_of_the_first_step,
-        reason="XLA:GPU sends once what the first step of a ring sends in its recomputation and in its backward pass, "
-        "because only that is outside the loops over the other steps",
-    ),
-)

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from jaxdist.config import ModelConfig
-from jaxdist.parallel.experts import Rounds, rounds_for
+from jaxdist.parallel.experts import rounds_for
 from jaxdist.planning.predicted_collectives import Count
 
 Numbers = np.ndarray | float
@@ -32,16 +32,9 @@ def assumption(m: ModelConfig) -> str:
     )
 
 
-def rounds(m: ModelConfig, tokens: float) -> Rounds:
-    """Return how many rows of each queue the rounds take, for the `tokens` of a micro-batch on one device."""
-    return rounds_for(round(tokens), m.experts_per_token, m.experts, m.capacity_factor)
-
-
 def first_round(m: ModelConfig, tokens: Count) -> Count:
     """Return the rows of the first round, over all queues: E C."""
-    if np.ndim(tokens):
-        return m.experts * all_rounds(m, tokens)[0]
-    return m.experts * rounds(m, tokens).first
+    return m.experts * all_rounds(m, tokens)[0]
 
 
 def padding(m: ModelConfig, tokens: float) -> float:
@@ -59,7 +52,7 @@ def all_rounds(m: ModelConfig, tokens: Numbers) -> tuple[Numbers, Numbers, Numbe
         found = np.array([all_rounds(m, count) for count in counts.tolist()], float).reshape(-1, 3)
         first, times, further = found.T[:, kinds]
         return first, times, further
-    first, further = rounds(m, tokens)
+    first, further = rounds_for(round(tokens), m.experts_per_token, m.experts, m.capacity_factor)
     longest = IMBALANCE * tokens * m.experts_per_token / m.experts
     return first, math.ceil(max(0.0, longest - first) / further), further
 

@@ -50,6 +50,8 @@ def predict(step: Step) -> Iterator[Transfer]:
     seats = first_round(sizes, step.tokens)
     choices = step.tokens * sizes.experts_per_token
     per_row = step.tokens * layout.parts(SEQUENCE) // sizes.sequence * sizes.experts
+    # The factor of what the shared experts make goes the same way.
+    factors = choices + step.tokens * sizes.gates_shared
     stream = layout.sequence_parallel
     mlp = layout.split("mlp")
 
@@ -66,12 +68,12 @@ def predict(step: Step) -> Iterator[Transfer]:
     yield transfer(layout, what, ALL_TO_ALL, {EXPERT}, calls, calls * seats, width)
     reduced = passes.backward
     if not stream:
-        yield transfer(layout, what, ALL_REDUCE, mlp, reduced, reduced * choices, width)
+        yield transfer(layout, what, ALL_REDUCE, mlp, reduced, reduced * factors, width)
         return
     calls = forward + passes.backward * step.anew
     yield transfer(layout, "chosen experts", ALL_GATHER, stream, calls, calls * choices, INT32)
-    yield transfer(layout, what, ALL_GATHER, stream, calls, calls * choices, width)
-    yield transfer(layout, what, REDUCE_SCATTER, stream, reduced, reduced * choices, width)
+    yield transfer(layout, what, ALL_GATHER, stream, calls, calls * factors, width)
+    yield transfer(layout, what, REDUCE_SCATTER, stream, reduced, reduced * factors, width)
 
 
 def _loads(step: Step) -> Count:
@@ -84,7 +86,7 @@ def _loads(step: Step) -> Count:
         # whole stage.
         return 2 * passes.forward + again
     # The backward pass alone needs the loads.
-    return again + (1 - stage) * passes.forward
+    return again + (1 - stage) * passes.forward * step.runs.learns
 
 
 def summed(step: Step, model: Model, balance: Placed) -> Iterator[Transfer]:

@@ -1,11 +1,13 @@
-"""Say which gradients a step needs not make because weights are frozen, for predictions."""
+"""Say for predictions what frozen weights change: gradients that a step needs not make, weights made of codes."""
 
 from __future__ import annotations
 
 from jaxdist.config import Config, ModelConfig
-from jaxdist.config.matmuls import columns_of
+from jaxdist.config.matmuls import columns_of, matmuls_of
 from jaxdist.config.stacks import path_to, stacks_of
 from jaxdist.config.trained import learns
+from jaxdist.mesh.split import Split
+from jaxdist.sharding import Layout
 
 WHOLE_BLOCK = ("block", "stage", "offload")
 """The values of `model.remat` that multiply all weights of a layer again in its backward pass."""
@@ -38,5 +40,15 @@ def forward_only(config: Config) -> frozenset[str]:
         for logical, matmuls in columns_of(stack).items():
             if not enters_again(stack, logical):
                 # A norm with a bias shifts what enters these weights.
-                found |= {f"{path_to(name)}{matmul.norm}.bias" for matmul in matmuls}
+                found |= {f"{path_to(name)}{matmul.norm}.bias" for matmul in matmuls if matmul.norm}
     return frozenset(found)
+
+
+def made_of_codes(split: Split, layout: Layout) -> int:
+    """Return the bytes of the weights of one layer, in the compute dtype, that are made of codes where it runs."""
+    model = split.config.model
+    if not model.stored_form:
+        return 0
+    stacks = stacks_of(model).values()
+    layer = max(sum(m.elements // layout.parts(m.split) for m in matmuls_of(stack).values()) for stack in stacks)
+    return split.width * layer

@@ -10,17 +10,19 @@ from packaging.version import Version
 PREDICTED = "0.10"
 """The version of jax that predictions are made for."""
 
+BOTH = ("cpu", "gpu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Habit:
     """Something that a compiler does on some platforms, since a version of jax."""
 
     name: str
-    platforms: tuple[str, ...]
-    """The values of `Layout.platform` where it occurs."""
-    since: str
-    """The first version of jax where it occurs."""
     reason: str
+    platforms: tuple[str, ...] = BOTH
+    """The values of `Layout.platform` where it occurs."""
+    since: str = PREDICTED
+    """The first version of jax where it occurs."""
 
     def occurs(self, platform: str, jax: str) -> bool:
         """Return whether it occurs on a platform with this version of jax."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 PRESETS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs" / "clusters").glob("*.toml"))}
 """The clusters inside the package, by name; `clusters.py` reads them."""
@@ -34,7 +33,9 @@ class Gpu:
     """Dense bfloat16 FLOP/s."""
     host: float
     """Bandwidth to the memory of its host, one way."""
-    threads: int = 2048
+    watts: float
+    """The most that it draws."""
+    threads: int
     """Threads that a core holds at once."""
     platform = "gpu"
     """The platform, as JAX names it."""
@@ -55,155 +56,71 @@ class Gpu:
         return ".".join(map(str, self.capability))
 
 
-class _Chip(TypedDict):
-    """What GPUs of one chip share."""
+def _read(row: dict[str, str]) -> Gpu:
+    """Return the GPU of a row of `gpus.csv`."""
 
-    capability: tuple[int, int]
-    cores: int
-    lanes: int
-    clock_ghz: float
-    shared: int
-    peak: float
+    def bytes_of(column: str, unit: int) -> int:
+        return int(float(row[column]) * unit)
+
+    major, minor = row["capability"].split(".")
+    return Gpu(
+        kind=row["kind"],
+        capability=(int(major), int(minor)),
+        cores=int(row["cores"]),
+        lanes=int(row["lanes"]),
+        threads=int(row["threads"]),
+        clock_ghz=float(row["GHz"]),
+        shared=bytes_of("shared KiB", 2**10),
+        cache=bytes_of("cache MiB", 2**20),
+        memory=int(row["memory bytes"]),
+        bandwidth=float(row["memory GB/s"] + "e9"),
+        peak=float(row["bf16 TFLOP/s"] + "e12"),
+        host=float(row["host GB/s"] + "e9"),
+        watts=float(row["watts"]),
+    )
 
 
-class _Card(TypedDict):
-    """What cards of one generation share."""
-
-    capability: tuple[int, int]
-    lanes: int
-    shared: int
-    host: float
-    threads: int
+def _rows(text: str) -> list[dict[str, str]]:
+    """Return the rows of an aligned table of values, by the names of its columns."""
+    heading, *lines = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
+    return [dict(zip(heading, cells, strict=True)) for cells in lines]
 
 
-_ADA = _Card(capability=(8, 9), lanes=128, shared=100 * 2**10, host=32e9, threads=1536)
+GPUS = {row["name"]: _read(row) for row in _rows(Path(__file__).with_name("gpus.csv").read_text())}
+"""The GPUs of `gpus.csv` by their usual names: the SXM modules, and GH200 and GB200, which come before the h200 and the
+b200 in their names; then the `CARDS`.
 
-_HOPPER = _Chip(capability=(9, 0), cores=132, lanes=128, clock_ghz=1.98, shared=228 * 2**10, peak=989e12)
-
-GPUS = {
-    "a100": Gpu(
-        "NVIDIA A100-SXM4-80GB",
-        capability=(8, 0),
-        cores=108,
-        lanes=64,
-        clock_ghz=1.41,
-        shared=164 * 2**10,
-        cache=40 * 2**20,
-        memory=85_100_068_864,
-        bandwidth=2.039e12,
-        peak=312e12,
-        host=32e9,
-    ),
-    "gh200": Gpu(
-        "NVIDIA GH200 120GB",
-        **_HOPPER,
-        cache=60 * 2**20,
-        memory=96_768 * 2**20,
-        bandwidth=4.0e12,
-        host=450e9,
-    ),
-    "h100": Gpu(
-        "NVIDIA H100 80GB HBM3",
-        **_HOPPER,
-        cache=50 * 2**20,
-        memory=84_942_979_072,
-        bandwidth=3.352e12,
-        host=64e9,
-    ),
-    "h200": Gpu(
-        "NVIDIA H200",
-        **_HOPPER,
-        cache=60 * 2**20,
-        memory=143_156 * 2**20,
-        bandwidth=4.8e12,
-        host=64e9,
-    ),
-    "b200": Gpu(
-        "NVIDIA B200",
-        capability=(10, 0),
-        cores=148,
-        lanes=128,
-        clock_ghz=1.965,
-        shared=228 * 2**10,
-        cache=132_644_864,
-        memory=191_514_411_008,
-        bandwidth=7.672e12,
-        peak=2250e12,
-        host=64e9,
-    ),
-    "a6000": Gpu(
-        "NVIDIA RTX A6000",
-        capability=(8, 6),
-        cores=84,
-        lanes=128,
-        clock_ghz=1.8,
-        shared=100 * 2**10,
-        cache=6 * 2**20,
-        memory=51_041_271_808,
-        bandwidth=0.768e12,
-        peak=154.8e12,
-        host=32e9,
-        threads=1536,
-    ),
-    "l4": Gpu(
-        "NVIDIA L4",
-        **_ADA,
-        cores=58,
-        clock_ghz=2.04,
-        cache=48 * 2**20,
-        memory=int(22.03 * 2**30),
-        bandwidth=0.3e12,
-        peak=121e12,
-    ),
-    "l40s": Gpu(
-        "NVIDIA L40S",
-        **_ADA,
-        cores=142,
-        clock_ghz=2.52,
-        cache=96 * 2**20,
-        memory=int(44.42 * 2**30),
-        bandwidth=0.864e12,
-        peak=362e12,
-    ),
-    "rtx4090": Gpu(
-        "NVIDIA GeForce RTX 4090",
-        **_ADA,
-        cores=128,
-        clock_ghz=2.52,
-        cache=72 * 2**20,
-        memory=int(23.64 * 2**30),
-        bandwidth=1.008e12,
-        peak=165.2e12,
-    ),
-}
-"""The GPUs by their usual names: the SXM modules, and GH200 with 96 GB, which comes before the h200 in its name; then
-the `CARDS`.
-
-Peaks are those of NVIDIA's data sheets, without sparsity, and so are bandwidths, but for H100 and B200: theirs, and
-what else CUDA reports of a B200, are from XLA's own descriptions of them (openxla/xla, target_config/specs). The
-bandwidths to the host are those of the data sheets, which no transfer quite reaches: PCIe 4.0 x16 for an A100, PCIe
-5.0 x16 for the others in DGX hosts, and NVLink-C2C for a GH200.
+Peaks are those of NVIDIA's data sheets, without sparsity, and so are bandwidths, but for H100, B200, GB200 and B300:
+theirs, and what else CUDA reports of the last three, of an A100 of 40 GB and an H100 PCIe, are from XLA's own
+descriptions of them (openxla/xla, target_config/specs). The bandwidths to the host are those of the data sheets, which
+no transfer quite reaches: PCIe 4.0 x16 for an A100, PCIe 5.0 x16 for the others in DGX hosts, and NVLink-C2C for a
+GH200 and a GB200. Watts are the largest of the data sheets; those of a GH200 include its CPU.
 
 Of the cards, XLA has a description of the A6000. The memory of the others is what CUDA reports in public error messages
-of PyTorch ("total capacity of 23.64 GiB"); the cores of an L4 follow from its float32 FLOP/s and its clock.
+of PyTorch ("total capacity of 23.64 GiB"), for the RTX 5090 of a matmul benchmark (main-horse.github.io); the cores of
+an L4 follow from its float32 FLOP/s and its clock.
 
 How many share a host and what links them is not the GPU's: `configs/clusters` has it."""
 
-CARDS = ("a6000", "l4", "l40s", "rtx4090")
-"""Cards of 24 and 48 GB for a PCIe slot. No cluster of them is shipped: there are no measurements of their links."""
+CARDS = ("a6000", "l4", "l40s", "rtx4090", "rtx5090")
+"""Cards of 24 to 48 GB for a PCIe slot. The clusters of them are guesses: there are no measurements of their links."""
 
 MOST = 0.95
 """The largest share of a GPU's memory that JAX can take: CUDA's context and NCCL's buffers need the rest."""
 
 PEAK_BFLOAT16 = {
-    "H100 PCIe": 756e12,
-    "GB200": 2500e12,
+    "GB300": 2500e12,
     **{name: gpu.peak for name, gpu in GPUS.items() if name not in CARDS},
 }
 """Dense bfloat16 FLOP/s by a part of the device's name; the first name that matches counts.
 
 A card is known by its whole name: an L40 is not an L4, and half as fast as an L40S.
 """
+
+
+def of_kind(device_kind: str) -> Gpu | None:
+    """Return the GPU with exactly this device kind, or None: a sister model may have another memory."""
+    return next((gpu for gpu in GPUS.values() if gpu.kind == device_kind), None)
 
 
 def peak_flops(device_kind: str, precision: str) -> float | None:
@@ -214,9 +131,9 @@ def peak_flops(device_kind: str, precision: str) -> float | None:
     # Mixed precision computes in bfloat16 too; for float32 no peak is listed.
     if precision not in ("bfloat16", "mixed"):
         return None
-    for gpu in GPUS.values():
-        if gpu.kind == device_kind:
-            return gpu.peak
+    gpu = of_kind(device_kind)
+    if gpu is not None:
+        return gpu.peak
     for name, peak in PEAK_BFLOAT16.items():
         if name.lower() in device_kind.lower():
             return peak

@@ -133,8 +133,6 @@ def _sends_less(row: Row, savings: Iterable[int], width: int) -> bool:
 KNOWN = (
     Known(
         name="classifier with dropout",
-        platforms=("cpu", "gpu"),
-        since="0.10",
         applies=_has_no_prediction,
         reason="a classifier with dropout runs all rows of a micro-batch at once, so that its masks are those of one "
         "device, and the compiler chooses where gradients and statistics are reduced",
@@ -150,7 +148,6 @@ KNOWN = (
     Known(
         name="ticks of stages of one layer",
         platforms=("gpu",),
-        since="0.10",
         applies=_sends_once_for_all_ticks_of_one_layer,
         reason="XLA:GPU adds up gradients of a stage's only layer over the ticks of a loop, and reduces them once",
     ),
@@ -164,7 +161,6 @@ KNOWN = (
     Known(
         name="stages of one layer",
         platforms=("gpu",),
-        since="0.10",
         applies=_gathers_once_for_both_products,
         reason="XLA:GPU gathers the residual stream once, where the backward pass of a stage of one "
         "layer needs it twice",

@@ -11,7 +11,8 @@ without its 2 bytes of gradients, which exist only during a step):
 On a mesh with R replicas, `parallel.replica_zero` makes 12/(N R) of each 12/N: masters and moments are split over the
 replicas too, and the copy of mixed is not.
 
-A frozen parameter (LoRA) has the bytes of its own dtype alone, 4 or 2, at any stage over the same devices as others.
+A frozen parameter (LoRA) has the bytes of its own dtype alone, 4 or 2, at any stage over the same devices as others;
+of a quantized one, the arrays that hold it are parameters.
 
 With `parallel.offload optimizer`, 8 of each 12 and 12 of each 14 are in host memory. (ZeRO-Offload, Ren et al. 2021,
 also updates there; here the device updates, and the state crosses the link once each way.)
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import jax
 
@@ -34,6 +35,7 @@ from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.crossing import with_replicas
 from jaxdist.planning import pipeline_memory, step_bytes
 from jaxdist.planning.activations import saved_per_token, working
+from jaxdist.planning.frozen import made_of_codes
 from jaxdist.planning.memory_habits import UPDATED, Arrays, as_held
 from jaxdist.planning.parameter_layout import Placed, by_precision
 from jaxdist.planning.pipelines import Pipeline
@@ -46,18 +48,18 @@ from jaxdist.planning.step_bytes import Elements
 class Memory:
     """Bytes per device."""
 
-    parameters: int
-    optimizer: int
-    copy: int
+    parameters: int = 0
+    optimizer: int = 0
+    copy: int = 0
     """The parameters in the compute dtype, where they are kept between steps (precision mixed)."""
-    batch: int
-    gradients: int
+    batch: int = 0
+    gradients: int = 0
     """Sums in f32, and the gradients of one micro-batch beside them: an estimate."""
-    weights: int
+    weights: int = 0
     """Weights that are cast or gathered, at the start of a step or layer by layer: an estimate."""
-    activations: int
+    activations: int = 0
     """Activations that the forward pass leaves for the backward pass: an estimate."""
-    working: int
+    working: int = 0
     """Arrays that exist only for a moment in either pass: an estimate."""
     variables: int = 0
     """Batch statistics, and keys and counts of random numbers."""
@@ -132,14 +134,12 @@ def _classifier(sharded: ShardedModel, model: Foreign) -> Memory:
     sizes = config.model
     pixels = sizes.image**2 * sizes.channels
     elements = _elements(config, [p for p in parameters if p.trained])
-    return Memory(
-        **at_rest,
+    return replace(
+        at_rest,
         batch=F32 * split.rows * split.micro_batches * (pixels + 1),
         variables=sum(_bytes(a) for a in jax.tree.leaves(model.variables)),
         gradients=_gradients(sharded, elements),
         weights=_weights(sharded),
-        activations=0,
-        working=0,
         host_traffic=_host_traffic(config, parameters),
     )
 
@@ -149,10 +149,10 @@ def _pipeline(sharded: ShardedModel, pipe: Pipeline) -> Memory:
     config = sharded.config
     parameters = sharded.parameters
     at_rest = _at_rest(config, parameters, pipe)
-    if not pipe.flush:
-        at_rest["in_flight"] += pipeline_memory.in_flight(sharded, pipe)
-    return Memory(
-        **at_rest,
+    stashed = 0 if pipe.flush else pipeline_memory.in_flight(sharded, pipe)
+    return replace(
+        at_rest,
+        in_flight=at_rest.in_flight + stashed,
         batch=_batch_of_tokens(sharded.split),
         gradients=pipeline_memory.gradients(config, parameters),
         weights=pipeline_memory.weights(sharded, pipe),
@@ -180,8 +180,8 @@ def _decoder(sharded: ShardedModel) -> Memory:
     if split.saved == "offload":
         to_host = kept
     later = int(step_bytes.gradients_of_layers(config.parallel.zero, width, elements))
-    return Memory(
-        **at_rest,
+    return replace(
+        at_rest,
         batch=_batch_of_tokens(split),
         gradients=_gradients(sharded, elements),
         weights=_weights(sharded),
@@ -192,20 +192,8 @@ def _decoder(sharded: ShardedModel) -> Memory:
     )
 
 
-class _AtRest(TypedDict):
-    """The fields of `Memory` that are the same for every kind of model."""
-
-    parameters: int
-    optimizer: int
-    host: int
-    copy: int
-    errors: int
-    in_flight: int
-    common: int
-
-
-def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = None) -> _AtRest:
-    """Return what parameters and optimizer state take between steps."""
+def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = None) -> Memory:
+    """Return what parameters and optimizer state take between steps, without anything else."""
     # The step, the skipped steps, and those skipped in a row; then the optimizer's own counts, which PipeDream's step
     # does not use.
     counters = 3
@@ -215,15 +203,15 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
     waiting = sum(_crossing(p) for p in parameters)
     rule = with_replicas(config)
     beside = rule.at_rest(waiting, sum(p.held for p in parameters if p.trained), _masters_on_host(config))
-    return {
-        "parameters": sum(held * width.parameters for held, width in each),
-        "optimizer": sum(held * width.optimizer for held, width in each) + 4 * counters,
-        "host": sum(held * width.host for held, width in each) + beside.host,
-        "copy": sum(_copy(config, p, pipelined=pipe is not None) for p in parameters),
-        "errors": beside.errors,
-        "in_flight": beside.in_flight + (rule.scalars if waiting else 0),
-        "common": beside.common,
-    }
+    return Memory(
+        parameters=sum(held * width.parameters for held, width in each),
+        optimizer=sum(held * width.optimizer for held, width in each) + 4 * counters,
+        host=sum(held * width.host for held, width in each) + beside.host,
+        copy=sum(_copy(config, p, pipelined=pipe is not None) for p in parameters),
+        errors=beside.errors,
+        in_flight=beside.in_flight + (rule.scalars if waiting else 0),
+        common=beside.common,
+    )
 
 
 def _host_traffic(config: Config, parameters: list[Placed]) -> int:
@@ -324,14 +312,13 @@ def _weights(sharded: ShardedModel) -> int:
     config = sharded.config
     parameters = sharded.parameters
     zero = config.parallel.zero
-    width = compute_width(config)
-    total = 0
-    for precision, group in by_precision(config, parameters).items():
+    total = made_of_codes(sharded.split, sharded.layout)
+    for (precision, width), group in by_precision(config, parameters).items():
         total += int(step_bytes.weights(zero, width, _elements(config, group), precision))
     if zero < 3:
         # For trained weights the estimate of gradients has room for a layer that is cut out: the last gradients are
         # made when few activations are left.
-        cut = step_bytes.cut_out(width, sharded.layout)
+        cut = step_bytes.cut_out(compute_width(config), sharded.layout)
         total += cut * sum(p.at_once for p in parameters if p.stacked and not p.trained)
     return total
 

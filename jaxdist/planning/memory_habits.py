@@ -24,6 +24,9 @@ SUM_OF_ONE = "sums of one micro-batch"
 CUT_OUT = "weights cut out of a stack"
 """The weights of a layer or a chunk, which lie in a stack with others."""
 
+STASH_IN_BRANCH = "stash that a branch writes"
+"""What B leaves for W, in a schedule whose ranks each take their own branch."""
+
 UPDATED = "offloaded state in the update"
 """The offloaded state of parameters, which comes to the device to be updated."""
 
@@ -72,7 +75,6 @@ HELD = (
     Held(
         name="logits in f32",
         platforms=("cpu",),
-        since="0.10",
         what=LOGITS,
         count=3,
         width=F32,
@@ -81,8 +83,6 @@ HELD = (
     ),
     Held(
         name="one micro-batch",
-        platforms=("cpu", "gpu"),
-        since="0.10",
         what=SUM_OF_ONE,
         count=0,
         reason="a loop of one turn is none, so that XLA adds the gradients of a step's only micro-batch to nothing; "
@@ -90,16 +90,20 @@ HELD = (
     ),
     Held(
         name="weights cut out",
-        platforms=("cpu", "gpu"),
-        since="0.10",
         what=CUT_OUT,
         count=1,
         reason="XLA copies the weights of a layer, or of one of several chunks, out of their stack before it uses them",
     ),
     Held(
+        name="stash copied for a branch",
+        platforms=("gpu",),
+        what=STASH_IN_BRANCH,
+        count=2,
+        reason="where each rank takes its own branch, as in zb-h1, XLA:GPU copies the whole stash before B writes into "
+        "it; where all ranks run every slot, as in zb-u, it writes in place",
+    ),
+    Held(
         name="one update after the other",
-        platforms=("cpu", "gpu"),
-        since="0.10",
         what=UPDATED,
         count=1,
         reason="XLA updates one array after the other, so that the offloaded state of one parameter, with all its "

@@ -9,18 +9,21 @@ from collections.abc import Iterable
 
 from jaxdist.config import ModelConfig
 from jaxdist.config.trained import all_trained_beside
-from jaxdist.mesh import EXPERT, PIPELINE
+from jaxdist.mesh import CONTEXT, EXPERT, PIPELINE
+from jaxdist.mesh.context import FORMS
 from jaxdist.mesh.split import Split
 from jaxdist.models import Model, active_parameters, parameters
 from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import size
-from jaxdist.planning import context_report, pipelines
+from jaxdist.planning import pipelines
 from jaxdist.planning.communication import purpose
-from jaxdist.planning.context_report import Row
 from jaxdist.planning.expert_rows import first_round, padding
 from jaxdist.planning.predicted_collectives import Transfer
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.timing import flops_of_padding, flops_per_token, in_window
+
+Row = tuple[str, str]
+"""(name, text) of a line."""
 
 
 def of_model(split: Split, model: Model | Foreign) -> list[Row]:
@@ -43,7 +46,8 @@ def of_step(split: Split, model: Model | Foreign, transfers: Iterable[Transfer])
 
 def of_axes(sharded: ShardedModel) -> list[Row]:
     """Return what is said of the axes that split rows of tokens and layers."""
-    rows = context_report.rows(sharded.split)
+    sentence = attends(sharded.split)
+    rows = [(CONTEXT, sentence)] if sentence else []
     if sharded.pipe:
         rows.append((PIPELINE, pipelines.describe(sharded.pipe)))
     return rows
@@ -60,7 +64,7 @@ def model_size(config: ModelConfig, model: Model | Foreign) -> str:
         beside = all_trained_beside(config)
         text += (
             f"; LoRA of rank {config.lora_rank} trains {beside:,} of them ({beside / count:.2%}), beside a base in "
-            f"{config.dtype_at_rest}"
+            f"{config.lora_base}"
         )
     return text
 
@@ -94,3 +98,31 @@ def exchanged(transfers: Iterable[Transfer]) -> str:
     """Return what a device sends in a step to experts of others and back; empty where all are its own."""
     sent = sum(one.wire_bytes for one in transfers if purpose(one) == EXPERT)
     return f"a device sends {size(sent)} per step to experts of other devices and back" if sent else ""
+
+
+def attends(split: Split) -> str:
+    """Return in a sentence how a mesh attends over `context`; empty where that axis is 1."""
+    if split.row_parts == 1:
+        return ""
+    choice = split.attention
+    chosen = choice.sent[choice.form]
+    others = choice.sent[choice.other]
+    other = FORMS[choice.other].short
+    if others is None:
+        beside = f"{other} is not possible"
+    else:
+        beside = f"{other} would send {size(others)}"
+    own = "" if chosen is None else f"a device sends {size(chosen)} in each layer for each of its tokens, and "
+    return (
+        f"a device has {split.length:,} of the {split.config.model.sequence:,} tokens of a row, and attends "
+        f"by {choice.traits.short}: {choice.why}; {own}{beside}"
+    )
+
+
+def context_json(split: Split) -> dict[str, object]:
+    """Return the same as the key that `docs/reference/json.md` describes; it is null where `context` is 1."""
+    if split.row_parts == 1:
+        return {CONTEXT: None}
+    choice = split.attention
+    sent = dict(choice.sent)
+    return {CONTEXT: {"attention": choice.form, "why": choice.why, "bytes_per_token_and_layer": sent}}

@@ -38,7 +38,7 @@ class Placed:
     forward_only: bool = False
     """Whether no gradient needs its value, so that the backward pass does not gather it again."""
     exact: bool = False
-    """Whether it is in f32 in any compute dtype."""
+    """Whether it has its own dtype in any compute dtype: f32, or that of codes."""
     stored: int = F32
     """Bytes of each of its numbers between steps."""
 
@@ -74,21 +74,23 @@ class Placed:
 
     def width(self, config: Config) -> int:
         """Return the bytes of each of its numbers in use."""
-        return F32 if self.exact else compute_width(config)
+        return self.stored if self.exact else compute_width(config)
 
 
-def by_precision(config: Config, parameters: list[Placed]) -> dict[str, list[Placed]]:
-    """Return the parameters in groups, by the precision that would keep and cast all of them as a group is.
+def by_precision(config: Config, parameters: list[Placed]) -> dict[tuple[str, int], list[Placed]]:
+    """Return the parameters in groups, by their width in use and the precision that would keep and cast all of a group.
 
-    Frozen ones have no copy that is kept. They lie in the compute dtype, as in precision float32, or are cast in each
-    step, as in precision bfloat16.
+    Frozen ones have no copy that is kept. They lie in the dtype in which they are used, as in precision float32, or are
+    cast in each step, as in precision bfloat16.
     """
-    groups: dict[str, list[Placed]] = {}
+    groups: dict[tuple[str, int], list[Placed]] = {}
+    width = compute_width(config)
     for p in parameters:
-        precision: str = config.precision
+        kind: tuple[str, int] = (config.precision, width)
         if not p.trained:
-            precision = "float32" if p.stored == compute_width(config) else "bfloat16"
-        groups.setdefault(precision, []).append(p)
+            used = p.width(config)
+            kind = ("float32", used) if p.stored == used else ("bfloat16", width)
+        groups.setdefault(kind, []).append(p)
     return groups
 
 

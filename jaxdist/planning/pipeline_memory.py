@@ -15,6 +15,8 @@ from jaxdist.config import Config
 from jaxdist.mesh.split import compute_width
 from jaxdist.planning import step_bytes
 from jaxdist.planning.activations import saved_per_token, stashed_per_token, working
+from jaxdist.planning.frozen import made_of_codes
+from jaxdist.planning.memory_habits import STASH_IN_BRANCH, Arrays, as_held
 from jaxdist.planning.parameter_layout import Placed, by_precision
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import F32, Count
@@ -52,10 +54,9 @@ def weights(sharded: ShardedModel, pipe: Pipeline) -> int:
     """
     config = sharded.config
     zero = config.parallel.zero
-    width = compute_width(config)
     virtual = pipe.stages.virtual
-    total = 0
-    for precision, group in by_precision(config, sharded.parameters).items():
+    total = made_of_codes(sharded.split, sharded.layout)
+    for (precision, width), group in by_precision(config, sharded.parameters).items():
         layers = _elements(group, stacked=True)
         shared = _elements(group, stacked=False)
         total += int(step_bytes.pipeline_weights(zero, width, layers, shared, virtual, precision, sharded.layout))
@@ -127,8 +128,12 @@ def activations(sharded: ShardedModel, pipe: Pipeline) -> dict[str, int]:
     split = sharded.split
     unit = _unit(sharded, pipe)
     moment = working(sharded.config.model, sharded.layout, split.rows, split.width, split.saved)
+    slots = depths(pipe)
+    if pipe.schedule.split and not pipe.schedule.uniform:
+        copies = as_held(Arrays(STASH_IN_BRANCH, 1, split.width), sharded.layout).count
+        slots = slots._replace(stash=copies * slots.stash)
     return {
-        "activations": int(buffers(depths(pipe), unit, pipe.recomputes)),
+        "activations": int(buffers(slots, unit, pipe.recomputes)),
         "working": int(recomputed(unit, pipe.recomputes)) + moment,
     }
 

@@ -52,16 +52,24 @@ class Transfer:
     @property
     def wire_elements(self) -> float:
         """The elements that one device sends, by the ring algorithms (Thakur et al. 2005, section 4)."""
-        if self.kind == PERMUTE:
-            return self.elements
-        # A ring all-reduce is a reduce-scatter and an all-gather.
-        passes = 2 if self.kind == ALL_REDUCE else 1
-        return passes * self.elements * (self.devices - 1) / self.devices
+        return wire_share(self.kind, self.devices, self.elements)
 
     @property
     def wire_bytes(self) -> float:
         """The bytes that one device sends, by the ring algorithms."""
         return self.wire_elements * self.width
+
+
+def wire_share(kind: str, ranks: Count, whole: Count = 1.0) -> Count:
+    """Return what a rank sends around a ring of the `whole` array, elements or bytes.
+
+    It is (n - 1)/n of it for an all-gather or a reduce-scatter over n ranks, and twice that for an all-reduce, which is
+    both; a message is sent whole.
+    """
+    if kind == PERMUTE:
+        return whole
+    rounds = 2 if kind == ALL_REDUCE else 1
+    return rounds * whole * (ranks - 1) / ranks
 
 
 def transfer(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from jaxdist.config import RequestError
 from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, ZERO_AXES, abstract_mesh, describe
@@ -134,7 +133,7 @@ def _on_mesh(sharded: ShardedModel, other: Split, room: float, also: str = "") -
     """Return the mesh of `other`, if the model divides over it and the step fits there; `also` is changed too."""
     if not _divides(other):
         return []
-    layout = Layout.of(other, abstract_mesh(other.shape), Like(sharded.layout))
+    layout = Layout.of(other, abstract_mesh(other.shape), sharded.layout)
     total = memory.predict(ShardedModel(other, sharded.model, layout)).total
     if total > room:
         return []
@@ -147,23 +146,6 @@ def _divides(split: Split) -> bool:
     except RequestError:
         return False
     return True
-
-
-@dataclass(frozen=True)
-class Like:
-    """A device of the same kind as the devices of `layout`."""
-
-    layout: Layout
-
-    @property
-    def platform(self) -> str:
-        """The platform, as JAX names it."""
-        return self.layout.platform
-
-    @property
-    def compute_capability(self) -> str:
-        """The CUDA compute capability, such as `9.0`."""
-        return ".".join(map(str, self.layout.capability))
 
 
 def _to(change: Change) -> str:

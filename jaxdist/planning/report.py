@@ -18,26 +18,26 @@ from jaxdist.mesh.split import Split
 from jaxdist.planning import (
     clusters,
     communication,
-    context_report,
     known_differences,
     layout_notes,
     memory,
+    model_report,
     transfer_time,
 )
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.compared import Key, Row
-from jaxdist.planning.cross_compile import Program
 from jaxdist.planning.hardware import Gpu
-from jaxdist.planning.hlo import Collective, collectives
-from jaxdist.planning.kernels import Kernels, kernels
-from jaxdist.planning.overlap import Sent, by_axes
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import F32, Transfer
 from jaxdist.planning.remedies import fitting
 from jaxdist.planning.sharded_model import ShardedModel
-from jaxdist.planning.target import room, too_large
+from jaxdist.programs.cross_compile import Program
+from jaxdist.programs.hlo import Collective, collectives
+from jaxdist.programs.kernels import Kernels, kernels
+from jaxdist.programs.overlap import Sent, by_axes
+from jaxdist.programs.target import room, too_large
 from jaxdist.request import unused
-from jaxdist.request.unused import Known
+from jaxdist.request.conditions import Known
 
 SCALARS = 7
 """Numbers that a replica hands to the outer step: loss, norm, three counts, the step, and what it has learned from."""
@@ -232,6 +232,14 @@ class Report:
             return None
         return clusters.of_gpu(self.target)
 
+    @cached_property
+    def seconds_per_axis(self) -> dict[str, float]:
+        """The seconds of the predicted collectives over each set of axes, as `plan` prices them, if nothing else runs.
+
+        There are none where the links are not known.
+        """
+        return transfer_time.seconds_over_axes(self.transfers, self.whole.mesh.shape, self.cluster)
+
     @property
     def host_seconds(self) -> float | None:
         """Seconds of a step's traffic between device and host, each way, at the link's peak rate; None on CPU."""
@@ -291,30 +299,46 @@ class Report:
             "jax": program.jax,
             "precision": self.config.precision,
             "pipeline": self.pipeline.json() if self.pipeline else None,
-            **context_report.json(self.whole.sharded.split),
+            **model_report.context_json(self.whole.sharded.split),
+            **self._of_program,
             "memory": {
-                "arguments": program.argument_bytes,
-                "temporaries": program.temporary_bytes,
-                "peak": program.peak_bytes,
+                **self._memory_of_program,
                 "capacity": self.gpu.memory if self.gpu else None,
-                "host_arguments": program.host_argument_bytes,
                 "host_temporaries": program.host_temporary_bytes,
                 "host_seconds": self.host_seconds,
                 "predicted": {**asdict(held), "arguments": held.arguments, "total": held.total},
             },
             "kernels": self.kernels.json() if self.kernels else None,
-            "collectives": [compiled_json(one) for one in self.collectives],
-            "predicted_collectives": [predicted_json(transfer) for transfer in self.transfers],
-            "wire_bytes_per_axis": self.wire_bytes_per_axis,
             "beside": {axes: asdict(one) for axes, one in self.sent.items()},
             "ratio_to_data_parallel": self.ratio_to_data_parallel,
-            "differences": [differing_json(row, self.known.get((row.axes, row.kind))) for row in self.differences],
             "outer": next((one.json() for one in self.outer_steps), None),
-            "lower_seconds": program.lower_seconds,
-            "compile_seconds": program.compile_seconds,
             "too_large": self.too_large,
             "warnings": self.warnings,
             "notes": notes,
+        }
+
+    @property
+    def _memory_of_program(self) -> dict[str, object]:
+        """The bytes of the program, as JSON."""
+        program = self.program
+        return {
+            "arguments": program.argument_bytes,
+            "temporaries": program.temporary_bytes,
+            "peak": program.peak_bytes,
+            "host_arguments": program.host_argument_bytes,
+        }
+
+    @property
+    def _of_program(self) -> dict[str, object]:
+        """The collectives of the program beside those that are predicted, and the time to make it, as JSON."""
+        return {
+            "collectives": [compiled_json(one) for one in self.collectives],
+            "predicted_collectives": [predicted_json(transfer) for transfer in self.transfers],
+            "wire_bytes_per_axis": self.wire_bytes_per_axis,
+            "seconds_per_axis": self.seconds_per_axis,
+            "differences": [differing_json(row, self.known.get((row.axes, row.kind))) for row in self.differences],
+            "lower_seconds": self.program.lower_seconds,
+            "compile_seconds": self.program.compile_seconds,
         }
 
 
@@ -374,25 +398,16 @@ class OuterReport(Report):
 
     def json(self) -> dict[str, object]:
         """Return the schema of `outer` in `docs/reference/json.md`."""
-        program = self.program
         return {
+            **self._of_program,
             "local_steps": self.local_steps,
             "memory": {
-                "arguments": program.argument_bytes,
-                "temporaries": program.temporary_bytes,
-                "peak": program.peak_bytes,
-                "host_arguments": program.host_argument_bytes,
+                **self._memory_of_program,
                 "predicted": {"arguments": sum(self.arguments.values()), "host_arguments": self.host_arguments},
             },
             "held": self.held,
             "held_on_host": self.held_on_host,
-            "collectives": [compiled_json(one) for one in self.collectives],
-            "predicted_collectives": [predicted_json(transfer) for transfer in self.transfers],
-            "wire_bytes_per_axis": self.wire_bytes_per_axis,
             "wire_bytes_per_axis_and_step": self.wire_bytes_per_axis_and_step,
-            "differences": [differing_json(row, self.known.get((row.axes, row.kind))) for row in self.differences],
-            "lower_seconds": program.lower_seconds,
-            "compile_seconds": program.compile_seconds,
         }
 
 
@@ -403,14 +418,9 @@ def of_local_step(split: Split) -> Split:
 
 def compiled_json(one: Collective) -> dict[str, object]:
     """Return a collective of the program as JSON."""
-    return {
-        "axis": "+".join(one.axes),
-        "kind": one.kind,
-        "count": one.count,
-        "repeated": one.repeated,
+    return _json(one, "count", "repeated", "wire_bytes") | {
         "elements": one.elements * one.count,
         "payload_bytes": one.payload_bytes * one.count,
-        "wire_bytes": one.wire_bytes,
         "dtype": "+".join(one.dtypes),
         "loop_depth": one.depth,
         "asynchronous": not one.sync,
@@ -420,26 +430,15 @@ def compiled_json(one: Collective) -> dict[str, object]:
 
 def predicted_json(transfer: Transfer) -> dict[str, object]:
     """Return a predicted collective as JSON."""
-    return {
-        "axis": "+".join(transfer.axes),
-        "kind": transfer.kind,
-        "what": transfer.what,
-        "count": transfer.calls,
-        "elements": transfer.elements,
-        "payload_bytes": transfer.payload_bytes,
-        "wire_bytes": transfer.wire_bytes,
-    }
+    return _json(transfer, "what", "elements", "payload_bytes", "wire_bytes") | {"count": transfer.calls}
 
 
 def differing_json(row: Row, known: str | None) -> dict[str, object]:
     """Return a difference as JSON; `known` is its reason where it is expected."""
-    return {
-        "axis": "+".join(row.axes),
-        "kind": row.kind,
-        "predicted_elements": row.predicted_elements,
-        "elements": row.elements,
-        "predicted_bytes": row.predicted_bytes,
-        "payload_bytes": row.payload_bytes,
-        "remark": row.remark,
-        "known": known,
-    }
+    figures = ("predicted_elements", "elements", "predicted_bytes", "payload_bytes", "remark")
+    return _json(row, *figures) | {"known": known}
+
+
+def _json(one: communication.Collective, *names: str) -> dict[str, object]:
+    """Return the axes and the kind of a collective, and its values with these names."""
+    return {"axis": "+".join(one.axes), "kind": one.kind, **{name: getattr(one, name) for name in names}}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from jaxdist.mesh import REPLICA, describe
 from jaxdist.output.tables import table
 from jaxdist.output.units import counted, size
-from jaxdist.planning import model_report, overlap
-from jaxdist.planning.collective_time import group_over
+from jaxdist.planning import model_report
 from jaxdist.planning.compared import Row
 from jaxdist.planning.report import OuterReport, Report
+from jaxdist.programs import overlap
 from jaxdist.sharding import SEQUENCE
 
 BAR = 60
@@ -196,7 +196,7 @@ def _totals(report: Report) -> list[str]:
     """Return bytes and time by axis, the ratio of the ZeRO paper, and what overlaps compute."""
     found = []
     for axes, sent in report.wire_bytes_per_axis.items():
-        found.append(f"sent over {axes}: {size(sent)} per device and step{_time(report, axes, sent)}")
+        found.append(f"sent over {axes}: {size(sent)} per device and step{_time(report, axes)}")
     traffic = report.memory.host_traffic
     if traffic:
         time = ""
@@ -211,12 +211,12 @@ def _totals(report: Report) -> list[str]:
     return found
 
 
-def _time(report: Report, axes: str, sent: float) -> str:
-    """Return how long the links between the devices take to carry these bytes; empty where they are not known."""
-    if not report.cluster:
+def _time(report: Report, axes: str, steps: int = 1) -> str:
+    """Return how long collectives over these axes take, divided among `steps`; empty where no links are known."""
+    took = report.seconds_per_axis.get(axes)
+    if took is None or report.cluster is None:
         return ""
-    rate = float(group_over(report.whole.mesh.shape, axes.split("+"), report.cluster).rate)
-    return f", {1e3 * sent / rate:,.1f} ms at {rate / 1e9:g} GB/s"
+    return f", {1e3 * took / steps:,.1f} ms by {report.cluster.name}"
 
 
 def _outer_memory(report: OuterReport) -> list[str]:
@@ -247,8 +247,8 @@ def _outer_totals(outer: OuterReport) -> list[str]:
     for axes, sent in outer.wire_bytes_per_axis.items():
         each = outer.wire_bytes_per_axis_and_step[axes]
         found.append(
-            f"sent over {axes}: {size(sent)} per device once in {outer.local_steps} steps{_time(outer, axes, sent)}; "
-            f"per step {size(each)}{_time(outer, axes, each)}"
+            f"sent over {axes}: {size(sent)} per device once in {outer.local_steps} steps{_time(outer, axes)}; "
+            f"per step {size(each)}{_time(outer, axes, outer.local_steps)}"
         )
     return [*found, *_verdict(outer)]
 

@@ -101,11 +101,25 @@ class Runs:
     """Whether a whole chunk is recomputed, apart from its backward pass."""
     own: Count = 1
     """The part of its loops in which a rank has something to do, where it branches and does nothing in the others."""
+    learns: bool = True
+    """Whether there is a backward pass."""
+    heads_again: Count = 0
+    """Micro-batches whose logits the backward pass makes again, because their gradient waits for the whole loss."""
 
     @cached_property
     def passes(self) -> Passes:
         """How often a device runs a layer for one micro-batch."""
         return self.loops.times(self.layers * self.micro_batches)
+
+    def of_objective(self, config: Config) -> Runs:
+        """Return the same for what a configuration trains for."""
+        return replace(self, heads_again=self.heads) if config.train.learns_pairs else self
+
+    @property
+    def forward_alone(self) -> Runs:
+        """The same without a backward pass."""
+        loops = Passes(forward=self.loops.forward, backward=0, weights=0)
+        return replace(self, loops=loops, unembedded=0, learns=False, heads_again=0)
 
     def merged(self, learns: bool = True) -> Count:
         """Return how often a layer sends what its recomputation needs, and the gradients of its weights if it `learns`.
@@ -214,6 +228,7 @@ class Step:
             ticks = {"F": pipe.ticks("F"), "H": pipe.ticks("H"), "B": pipe.ticks("B"), "W": pipe.ticks(weights)}
             own = 1.0 if schedule.uniform else schedule.micro_batches * schedule.virtual / ticks["F"]
             runs = in_ticks(ticks, pipe.stages.depth, again, pipe.stages.virtual, schedule.split, pipe.flush, own)
+        runs = runs.of_objective(split.config)
         exchanged = split.exchanged
         losses = split.length // length
         return cls(split, sharded.layout, runs, split.tokens, losses, exchanged, split.saved != "none", pipe)
@@ -234,6 +249,11 @@ class Step:
     def _of_stack(self, stack: ModelConfig) -> Step:
         config = self.config.model_copy(update={"model": stack})
         return replace(self, split=replace(self.split, config=config), runs=replace(self.runs, layers=stack.layers))
+
+    @property
+    def references(self) -> list[Step]:
+        """The forward pass of the base without adapters, to which the loss of pairs refers, where a step has it."""
+        return [replace(self, runs=self.runs.forward_alone)] if self.config.refers_in_step else []
 
     @property
     def staged(self) -> bool:

@@ -36,12 +36,14 @@ class Elements(NamedTuple):
 def micro_batch(split: Split, drawn: int) -> int:
     """Return the bytes of the rows of text of a micro-batch on one device.
 
-    Each row has tokens, labels and, where documents are kept apart, the starts of these; dropout needs `drawn` numbers.
+    Each row has tokens, labels and, where documents are kept apart, the starts of these; dropout needs `drawn` numbers,
+    and a loss that refers to another model the log-probability that was kept of it.
     """
     model = split.config.model
     arrays = 3 if model.documents_apart else 2
     numbers = drawn if model.drops else 0
-    return INT32 * split.rows * (arrays * split.length + numbers)
+    reference = F32 if split.config.keeps_reference else 0
+    return split.rows * (INT32 * (arrays * split.length + numbers) + reference)
 
 
 def copy(zero: Numbers, width: int, rest: Numbers, use: Numbers, pipelined: Numbers) -> Numbers:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from jaxdist.config.matmuls import columns_of
+from jaxdist.config.matmuls import attention_enters_mlp, columns_of, entering, normed_after
 from jaxdist.mesh import PIPELINE
 from jaxdist.mesh.split import compute_width
 from jaxdist.models.experts import METERS
@@ -20,6 +20,7 @@ from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     F32,
+    INT32,
     PERMUTE,
     REDUCE_SCATTER,
     Count,
@@ -27,7 +28,7 @@ from jaxdist.planning.predicted_collectives import (
     transfer,
 )
 from jaxdist.planning.runs import Step
-from jaxdist.sharding import POSITIONS, RESIDUAL
+from jaxdist.sharding import POSITIONS, RESIDUAL, SEQUENCE
 
 STREAM_OF_LAYERS = "residual stream of the layers"
 """`Transfer.what` of tensor and sequence parallelism."""
@@ -38,14 +39,21 @@ LOOKED_UP = "looked-up vectors"
 LOOKED_UP_POSITIONS = "looked-up positions"
 """`Transfer.what` of learned positions."""
 
+LAST = "last hidden states"
+"""`Transfer.what` of what the matmul with the output table takes, and of its gradient."""
+
+STATISTICS = "statistics of the loss"
+"""`Transfer.what` of the sums over a vocabulary that is split."""
+
 BETWEEN_STAGES = {"F": "residual stream between stages", "B": "its gradient between stages"}
 """`Transfer.what` of messages, by slot of the schedule."""
 
 
 def predict(step: Step) -> Iterator[Transfer]:
     """Yield the transfers of the activations of a decoder with one stack, and of their gradients."""
-    yield from of_stack(step)
-    yield from beside_stacks(step)
+    for one in (step, *step.references):
+        yield from of_stack(one)
+        yield from beside_stacks(one)
 
 
 def of_stack(step: Step) -> Iterator[Transfer]:
@@ -59,14 +67,21 @@ def beside_stacks(step: Step) -> Iterator[Transfer]:
     yield from context_traffic.predict(step)
     yield from _ends(step)
     yield _statistics(step)
+    if step.config.train.learns_pairs:
+        yield from _rows(step)
     if step.staged:
         yield from _between_stages(step)
 
 
-def _moved(step: Step, what: str, kind: str, axes: Collection[str], calls: Count, part: bool = False) -> Transfer:
-    """Move the residual stream of a micro-batch `calls` times, or with `part` only what a device has of it."""
+def _moved(
+    step: Step, what: str, kind: str, axes: Collection[str], calls: Count, part: bool = False, values: int = 0
+) -> Transfer:
+    """Move the residual stream of a micro-batch `calls` times, or with `part` only what a device has of it.
+
+    With `values`, it is so many of each token.
+    """
     parts = step.layout.size(*step.layout.sequence_parallel) if part else 1
-    elements = step.tokens * step.config.model.embed // parts
+    elements = step.tokens * (values or step.config.model.embed) // parts
     return transfer(step.layout, what, kind, axes, calls, calls * elements, compute_width(step.config))
 
 
@@ -74,33 +89,42 @@ def _layers(step: Step) -> Iterator[Transfer]:
     """Yield the moves of the residual stream between a layer's matmuls: tensor and sequence parallelism."""
     passes = step.runs.passes
     for logical in columns_of(step.config.model):
-        # Where a layer is recomputed, attention's output is computed again; the MLP's is not needed.
-        reduced = passes.forward + passes.rerun + passes.backward
-        if logical == "heads":
-            reduced = reduced + passes.recomputed
+        # Where a layer is recomputed, attention's output is computed again for the MLP. A norm needs what goes into it.
+        forward = passes.forward + passes.rerun
+        again = forward + passes.backward + passes.recomputed
+        needed = normed_after(step.config.model) or (logical == "heads" and attention_enters_mlp(step.config.model))
+        leaves = forward + passes.recomputed * needed
+        width, multiplied = entering(step.config.model, logical)
+
+        # (kind, calls, values of each token)
+        moves: list[tuple[str, Count, int]] = []
         if step.layout.sequence_parallel:
-            moves = {REDUCE_SCATTER: reduced, ALL_GATHER: _gathers(step, logical)}
+            moves += [(REDUCE_SCATTER, leaves, 0), (REDUCE_SCATTER, passes.backward, width)]
+            moves += [(ALL_GATHER, forward, width), (ALL_GATHER, passes.backward, 0)]
+            moves += [(ALL_GATHER, _gathered_again(step, logical), multiplied)]
+            if width > multiplied:
+                # No weight multiplies the rest, which a layer that does not keep its keys makes again.
+                moves += [(ALL_GATHER, passes.backward * step.anew, width - multiplied)]
         else:
-            moves = {ALL_REDUCE: reduced}
-        for kind, calls in moves.items():
-            yield _moved(step, STREAM_OF_LAYERS, kind, step.layout.split(logical), calls)
+            moves += [(ALL_REDUCE, leaves, 0), (ALL_REDUCE, passes.backward, width)]
+        for kind, calls, values in moves:
+            yield _moved(step, STREAM_OF_LAYERS, kind, step.layout.split(logical), calls, values=values)
         if logical == "heads" and step.config.model.qk_norm == "full":
-            # The sum of all heads' squares is made, and its gradient, as often as attention's output is.
-            yield _mean_squares(step, reduced)
+            # The sum of all heads' squares is made as often as queries are, and its gradient once.
+            yield _mean_squares(step, again)
 
 
-def _gathers(step: Step, logical: str) -> Count:
-    """Return how often the matmuls along `logical` gather the residual stream, or its gradient."""
+def _gathered_again(step: Step, logical: str) -> Count:
+    """Return how often the backward pass gathers what enters the matmuls along `logical`."""
     runs = step.runs
     passes = runs.passes
-    once = passes.forward + passes.rerun + passes.backward
     if logical == "mlp" and step.config.model.traits.routed:
         # The backward pass sends experts their rows again, from what it gathers anew. Where a layer keeps all, it keeps
         # what they have gathered; where it is recomputed in that pass, it gathers no more.
         anew = passes.backward * step.anew
-        return once + anew + passes.recomputed * runs.stage
+        return anew + passes.recomputed * runs.stage
     # The gradient of a weight gathers its operand.
-    return once + runs.merged(learns_columns(step.config.model, logical))
+    return runs.merged(learns_columns(step.config.model, logical))
 
 
 def _mean_squares(step: Step, calls: Count) -> Transfer:
@@ -123,7 +147,7 @@ def _ends(step: Step) -> Iterator[Transfer]:
     unembedded = runs.unembedded * learns_tables(step.config)
     for what, summed, gathered in (
         (LOOKED_UP, runs.embedded, unembedded),
-        ("last hidden states", runs.heads, runs.heads),
+        (LAST, runs.heads * runs.learns, runs.heads + runs.heads_again),
     ):
         if split and set(split) <= set(vocab):
             yield _moved(step, what, REDUCE_SCATTER, split, summed)
@@ -131,7 +155,7 @@ def _ends(step: Step) -> Iterator[Transfer]:
         yield _moved(step, what, ALL_GATHER, split, gathered)
     yield from _positions(step, unembedded)
     if step.staged:
-        yield _moved(step, "last hidden states", ALL_REDUCE, {PIPELINE}, runs.heads, part=True)
+        yield _moved(step, LAST, ALL_REDUCE, {PIPELINE}, runs.heads, part=True)
         yield _moved(step, "gradient of the looked-up vectors", ALL_REDUCE, {PIPELINE}, unembedded, part=True)
 
 
@@ -159,11 +183,23 @@ def _positions(step: Step, unembedded: Count) -> Iterator[Transfer]:
 
 
 def _statistics(step: Step) -> Transfer:
-    """Return a maximum, a sum and the label's logit for each token, where the vocabulary is split."""
-    heads = 3 * step.runs.heads
+    """Return a maximum, a sum and the label's logit for each token, where the vocabulary is split.
+
+    The gradient of a logit needs the first two.
+    """
+    heads = 3 * step.runs.heads + 2 * step.runs.heads_again
     axes = step.layout.split("vocab")
-    what = "statistics of the loss"
-    return transfer(step.layout, what, ALL_REDUCE, axes, heads * step.losses, heads * step.tokens, F32)
+    return transfer(step.layout, STATISTICS, ALL_REDUCE, axes, heads * step.losses, heads * step.tokens, F32)
+
+
+def _rows(step: Step) -> Iterator[Transfer]:
+    """Yield the sums of the losses of rows, and of their labels, over the devices that share a row."""
+    runs = step.runs
+    axes = step.layout.split(SEQUENCE)
+    rows = runs.heads * (step.tokens * step.layout.parts(SEQUENCE) // step.config.model.sequence)
+    yield transfer(step.layout, "losses of rows", ALL_REDUCE, axes, runs.heads, rows, F32)
+    # They count the pairs of a batch, and say which of them count.
+    yield transfer(step.layout, "labels of rows", ALL_REDUCE, axes, 2 * runs.learns, 2 * runs.learns * rows, INT32)
 
 
 def _between_stages(step: Step) -> Iterator[Transfer]:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from jaxdist.config import ModelConfig
+from jaxdist.config import Config, ModelConfig
 from jaxdist.config.matmuls import head_sizes_of, matmuls_of
 from jaxdist.config.stacks import stacks_of
 from jaxdist.config.trained import all_trained_beside
+
+
+def flops_of_step(config: Config) -> int:
+    """Return the FLOPs of a step for one token: to train on it, and for a reference that the step computes."""
+    reference = forward_flops_per_token(config.model) if config.refers_in_step else 0
+    return flops_per_token(config.model) + reference
 
 
 def flops_per_token(model: ModelConfig) -> int:
@@ -17,12 +23,20 @@ def flops_per_token(model: ModelConfig) -> int:
     those of attention's forward pass. Of the experts, only those that a token chooses multiply it. Frozen parameters
     have no gradient, and count 4 times.
     """
-    matrices = model.vocab * model.embed
-    attention = 0
-    for stack in stacks_of(model).values():
-        matrices += stack.layers * matrices_per_layer(stack)
-        attention += round(3 * stack.layers * attention_flops_per_token(stack))
-    return flops_per_parameter(model) * matrices + 6 * all_trained_beside(model) + attention
+    attention = sum(round(3 * stack.layers * attention_flops_per_token(stack)) for stack in stacks_of(model).values())
+    return flops_per_parameter(model) * _matrices(model) + 6 * all_trained_beside(model) + attention
+
+
+def forward_flops_per_token(model: ModelConfig) -> int:
+    """Return the FLOPs of one token in a forward pass, in which adapters have no part."""
+    attention = sum(round(stack.layers * attention_flops_per_token(stack)) for stack in stacks_of(model).values())
+    return 2 * _matrices(model) + attention
+
+
+def _matrices(model: ModelConfig) -> int:
+    """Return the parameters of all matrices that multiply one token, the output table included."""
+    of_layers = sum(stack.layers * matrices_per_layer(stack) for stack in stacks_of(model).values())
+    return model.vocab * model.embed + of_layers
 
 
 def flops_of_padding(model: ModelConfig, padding: float) -> int:
@@ -39,8 +53,15 @@ def flops_per_parameter(model: ModelConfig) -> int:
     return 4 if model.frozen else 6
 
 
-def flops_formula(model: ModelConfig) -> str:
-    """Describe what `flops_per_token` counts."""
+def flops_formula(config: Config) -> str:
+    """Describe what `flops_of_step` counts."""
+    formula = _formula(config.model)
+    if config.refers_in_step:
+        formula += f" + {forward_flops_per_token(config.model):,} of the reference, forward alone"
+    return formula
+
+
+def _formula(model: ModelConfig) -> str:
     width = "embed" if model.heads * model.head_size == model.embed else "heads x head_dim"
     share = _share_in_window(model)
     if share == 1:

@@ -6,6 +6,7 @@ that sends fewer bytes over `replica` is a smaller transfer in what `communicati
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache, reduce
@@ -46,6 +47,21 @@ def seconds(transfer: Transfer, shape: Mapping[str, Numbers], cluster: Cluster) 
     return seconds_in(group_over(shape, transfer.axes, cluster), transfer)
 
 
+def seconds_over_axes(
+    transfers: Iterable[Transfer], shape: Mapping[str, int], cluster: Cluster | None
+) -> dict[str, float]:
+    """Return the seconds of transfers over each set of axes, such as `replica+data` for both at once.
+
+    There are none where the cluster is not known.
+    """
+    found: defaultdict[str, float] = defaultdict(float)
+    if cluster is None:
+        return found
+    for transfer in merge_calls(transfers):
+        found["+".join(transfer.axes)] += float(seconds(transfer, shape, cluster))
+    return dict(found)
+
+
 def seconds_in(group: Group, transfer: Transfer) -> Numbers:
     """Return the seconds that all calls of a transfer take in its group."""
     # A transfer that some of the meshes do not make has no size.
@@ -61,15 +77,6 @@ def seconds_in(group: Group, transfer: Transfer) -> Numbers:
 @lru_cache(maxsize=4096)
 def _seconds_of_call(kind: str, size: float, ranks: int, inside: int, cluster: Cluster, in_site: int) -> float:
     return float(collective_time.seconds(kind, size, ranks, inside, cluster, in_site))
-
-
-def exposed(communication: Numbers, arithmetic: Numbers, cluster: Cluster) -> Numbers:
-    """Return the seconds by which communication that overlaps arithmetic extends it.
-
-    While both run, they slow each other down a little. Arguments broadcast.
-    """
-    behind = np.minimum(communication, arithmetic)
-    return communication - behind + (cluster.overlap - 1) * behind
 
 
 def misplaced(shape: Mapping[str, int], cluster: Cluster) -> list[str]:

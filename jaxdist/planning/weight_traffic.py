@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 from jaxdist.config import Config
+from jaxdist.config.lora import is_adapter
 from jaxdist.mesh.split import compute_width
 from jaxdist.planning.parameter_layout import Placed
 from jaxdist.planning.predicted_collectives import (
@@ -42,6 +43,9 @@ def predict(step: Step, p: Placed) -> Iterator[Transfer]:
     if p.differentiated:
         yield from _reduced(step, p, GRADIENTS + name)
     loops, by_layer = _gathers(step, p)
+    if by_layer and not is_adapter(p.name):
+        # What stands outside the layers is gathered once for both.
+        loops = loops + sum(reference.runs.loops.forward for reference in step.references)
     calls, elements = _moved(step, p, loops, by_layer)
     yield from gathered(step.config, p, step.layout, WEIGHTS + name, calls, elements)
 

@@ -14,18 +14,20 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxdist.config import ClusterConfig, Config, RequestError, listed
 from jaxdist.config.values import path_error
-from jaxdist.huggingface.folder import other_form
+from jaxdist.huggingface.folder import is_adapters, other_form
 from jaxdist.mesh import AUTO
 from jaxdist.output.streams import protect
 from jaxdist.output.units import counted
 from jaxdist.process import stop_signals
 from jaxdist.process.exit_codes import DONE, FAILED, STOPPED
 from jaxdist.request.checks.files import path_problem
+from jaxdist.request.conditions import Known
 from jaxdist.request.helptext import help_text
 from jaxdist.request.knobs import KNOBS, option, sentence, shown, within
 from jaxdist.request.options import Extra, Scan
+from jaxdist.request.own_runs import is_of_fit, no_config
 from jaxdist.request.reading import batch_note, read, to_toml
-from jaxdist.request.unused import Known, notes
+from jaxdist.request.unused import notes
 from jaxdist.weights.named import model_folder
 
 LAYOUT_KNOBS = (
@@ -118,13 +120,15 @@ def arguments(
     extras: Sequence[Extra] = (),
     knobs: Collection[str] | None = None,
     pretrained: bool = False,
+    of_fit: bool = False,
 ) -> Request:
     """Parse `argv` (None: that of the process), whose first word is an optional CONFIG, a RUN folder, or a PATH.
 
     `command` is the name as users write it ("bench step"). `positional` is None for a command that trains nothing and
     takes only its own options. A PATH is the same as --data.path, but a .toml is a CONFIG there. `knobs` are the knobs,
     or their sections, that the command uses; None means all of them, or for a RUN `RUN_KNOBS`. With `pretrained`, a
-    folder of Hugging Face may take the place of RUN.
+    folder of Hugging Face may take the place of RUN; with `of_fit`, that of a run of `jaxdist.fit`, and all knobs have
+    their defaults then.
     Prints the help and raises `HelpShown` on --help. Raises `RequestError` with a sentence for each problem.
     """
     if argv is None:
@@ -139,14 +143,16 @@ def arguments(
     word = scan.positionals[0] if scan.positionals else None
     config = None
     run = None
-    if positional == "RUN" and pretrained and word and model_folder(Path(word)):
+    no_run = False
+    if positional == "RUN" and pretrained and word and model_folder(Path(word)) and not is_adapters(Path(word)):
         # Not the name of a shipped config, which a folder may have too.
         config = os.path.join(os.curdir, word)
         knobs = (*(knobs or ()), "model.sequence")
     elif positional == "RUN":
-        config, problem = _config_of_run(command, word)
+        config, problem = _config_of_run(command, word, of_fit)
         if problem:
             problems.append(problem)
+            no_run = True
         else:
             run = Path(word or "")
     elif positional == "PATH" and word is not None and not word.endswith(CONFIG_ENDING):
@@ -161,7 +167,7 @@ def arguments(
         if extra.name in scan.options:
             _set_extra(extra, scan.options.pop(extra.name), chosen, problems)
     # Without the config of the run, no value of a knob can be checked.
-    failed = KNOBS if positional == "RUN" and config is None else scan.failed
+    failed = KNOBS if no_run else scan.failed
     result, more = read(config, scan.options, failed, knobs, also=chosen, run=run)
     problems = problems + more
     planned = [option(name) for name in scan.options if within(name, PLANNED_KNOBS)]
@@ -191,8 +197,11 @@ def _unexpected(surplus: Sequence[str]) -> Iterator[str]:
     yield from listed(unexpected, len(surplus), "such arguments")
 
 
-def _config_of_run(command: str, folder: str | None) -> tuple[str | None, str]:
-    """Return the path of the config in a run folder, or None and what is wrong with the folder."""
+def _config_of_run(command: str, folder: str | None, of_fit: bool) -> tuple[str | None, str]:
+    """Return the path of the config in a run folder, or None and what is wrong with the folder.
+
+    Nothing is wrong with the folder of a run of `jaxdist.fit` where the command reads it, `of_fit`.
+    """
     if folder is None:
         return None, f"{command} needs a RUN, the folder of a run, such as runs/gpt_tiny"
     if not folder:
@@ -204,6 +213,8 @@ def _config_of_run(command: str, folder: str | None) -> tuple[str | None, str]:
     if problem:
         return None, f"run folder '{folder}' {problem}; move or rename it"
     config = Path(folder) / "config.toml"
+    if is_of_fit(Path(folder)):
+        return None, "" if of_fit else no_config(Path(folder), command)
     if not os.path.isfile(config):
         other = f"'{folder}' is not the folder of a run: it has no config.toml"
         return None, other_form(Path(folder)) or other

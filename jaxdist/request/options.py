@@ -18,6 +18,8 @@ class Extra:
     help: str
     type: Any = None
     """Anything that pydantic can parse from text, such as `Count`; by default the type of `default`."""
+    many: bool = False
+    """Whether it takes all words up to the next option, as a shell makes them of a pattern: a line of the text each."""
 
     @property
     def annotation(self) -> Any:
@@ -49,6 +51,7 @@ class Scan:
         scan = cls({}, [], set(), [])
         flags = {extra.name for extra in extras if extra.flag}
         valued = {*KNOBS, *(extra.name for extra in extras)} - flags
+        many = {extra.name for extra in extras if extra.many}
         words = list(argv)
         while words:
             word = words.pop(0)
@@ -64,6 +67,8 @@ class Scan:
             elif not has_value and words and not words[0].startswith("--"):
                 # A word with a single hyphen is a value: -1x2x1.
                 value = words.pop(0)
+                while name in many and words and not words[0].startswith("--"):
+                    value += f"\n{words.pop(0)}"
             elif not has_value and name in valued:
                 scan._fail(name, f"{word} needs a value; write {word} value")
                 continue

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import Config, ModelConfig, RequestError, trained
-from jaxdist.huggingface.folder import KEPT, open_config
+from jaxdist.huggingface.folder import KEPT, is_adapters, open_config
 from jaxdist.huggingface.model_config import differing, longest_sequence, maximum_of, model_values
 from jaxdist.huggingface.schema import TOKENIZER
 from jaxdist.weights.named import model_folder
@@ -22,7 +22,18 @@ USUAL_SEQUENCE = 1024
 BALANCE = ("balance_rate", "balance_loss", "z_loss", "capacity_factor")
 """Knobs of how a run trains a model with experts; a folder gives some of them, and a request may change them."""
 
-OWN = ("sequence", "documents", "dropout", "remat", "classes", "image", "channels", *trained.KNOBS, *BALANCE)
+OWN = (
+    "sequence",
+    "documents",
+    "dropout",
+    "remat",
+    "attention",
+    "classes",
+    "image",
+    "channels",
+    *trained.KNOBS,
+    *BALANCE,
+)
 """Knobs of `model` that are up to a run; a folder determines the others."""
 
 MODEL_KNOBS = frozenset(f"model.{name}" for name in ModelConfig.model_fields)
@@ -45,6 +56,17 @@ def model_of(folder: Path, given: Mapping[str, Any]) -> tuple[dict[str, Any], li
     problems = _differences(folder, found, given)
     values = {f"model.{name}": value for name, value in found.items()}
     values.update({name: value for name, value in given.items() if name.removeprefix("model.") in BALANCE})
+    adapters = given.get("init_from")
+    if adapters and is_adapters(adapters):
+        # It imports numpy, which most requests do not need.
+        from jaxdist.huggingface.peft_reading import PeftAdapter
+
+        try:
+            asked = PeftAdapter(adapters).knobs(ModelConfig(**found))
+        except RequestError as error:
+            return values, [*problems, *error.problems]
+        problems += _other_adapters(adapters, asked, given)
+        values |= {f"model.{name}": value for name, value in asked.items()}
     longest = longest_sequence(opened, found)
     sequence = given.get("model.sequence")
     if sequence is None:
@@ -82,6 +104,15 @@ def with_tokenizer(folder: Path, given: Mapping[str, Any], default: bool) -> dic
     if tokenizer is not None and tokenizer == given.get("init_from"):
         return {"data.tokenizer": folder}
     return {}
+
+
+def _other_adapters(adapters: Path, found: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each given knob that is not as in a folder of PEFT."""
+    return [
+        f"model.{name} is {given[f'model.{name}']}, but the adapters in '{adapters}' have {value}; leave it out"
+        for name, value in found.items()
+        if given.get(f"model.{name}", value) != value
+    ]
 
 
 def _differences(folder: Path, found: dict[str, Any], given: Mapping[str, Any]) -> list[str]:

@@ -34,6 +34,10 @@ def given_prompts(extras: Mapping[str, Any], alone: bool) -> list[str] | None:
         problems.append(
             f"--system is {shown(extras['system'])}, which has an effect with --chat only; add --chat, or leave it out"
         )
+    if extras["thinking"] != "template" and not extras["chat"]:
+        problems.append(
+            f"--thinking is {extras['thinking']}, which has an effect with --chat only; add --chat, or leave it out"
+        )
     if extras["chat"] and not given:
         problems += _problems_of_conversation(extras, alone)
     if problems:

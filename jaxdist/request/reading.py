@@ -22,6 +22,7 @@ from jaxdist.files import read_toml
 from jaxdist.huggingface.folder import other_form
 from jaxdist.request import checks, pretrained, unused
 from jaxdist.request.knobs import KNOBS, SECTIONS, canonical, from_text, nest, option, sentence, shown, suggest, within
+from jaxdist.request.own_runs import is_of_fit, no_config
 from jaxdist.weights.named import model_folder
 
 SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))}
@@ -186,6 +187,8 @@ def _read_config(config: str | None) -> tuple[str, Given]:
         return pretrained.name_of(path), Given({"init_from": path}, folder=path)
     elif other_form(path):
         problem = other_form(path)
+    elif is_of_fit(path):
+        problem = no_config(path, "this command")
     elif os.path.isdir(path):
         problem = f"config '{config}' is a folder; name a TOML file in it, such as {path / 'config.toml'}"
     elif not os.path.exists(path):

@@ -7,325 +7,62 @@ harmless, it gets a line. A value that equals the default has no effect to lose,
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
 
 from jaxdist.config import Config, RequestError
-from jaxdist.config.model import PARTS
-from jaxdist.config.stacks import stacks_of
-from jaxdist.mesh import AXES, FILL, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES, requested
+from jaxdist.config.model import GROUPS, OF_LATENT, OF_ROTARY, PARTS
+from jaxdist.mesh import AXES, FILL, requested
+from jaxdist.request.conditions import (
+    Condition,
+    Known,
+    accumulation,
+    an_epoch,
+    constant_rate,
+    decay,
+    fraction_held_out,
+    frozen,
+    groups_of_experts,
+    images,
+    latent_attention,
+    learned_positions,
+    longer_rows,
+    mixture,
+    model_axis,
+    moments,
+    more_held_out,
+    outer_steps,
+    pairs,
+    pipeline_axis,
+    removes_one,
+    replicas,
+    rotary,
+    rule,
+    samples,
+    saves_more,
+    second_moment,
+    sequence_axis,
+    several_processes,
+    sharded,
+    sharded_gradients,
+    shared,
+    sliding_layers,
+    sums_by,
+    text,
+    width_of_mlp,
+    with_trait,
+    within,
+)
 from jaxdist.request.knobs import KNOBS, kind, shown, value_of
 
-
-@dataclass(frozen=True)
-class Known:
-    """What is known of a run beside its configuration. A 0 stands for what is not known yet."""
-
-    shape: Mapping[str, int] = field(default_factory=dict)
-    """The size of each axis of the mesh."""
-    processes: int = 0
-    steps: int = 0
-    steps_of_epoch: float = 0.0
-    validation_batches: int = 0
-    """Batches of all held-out data."""
-
-    def alone(self, axis: str) -> bool:
-        """Return whether that axis of the mesh is known to be 1."""
-        return self.shape.get(axis, 0) == 1
-
-
-Find = Callable[[Config, Known], str]
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A condition under which a knob has an effect."""
-
-    reads: tuple[str, ...]
-    """The knobs that decide it."""
-    find: Find
-    """Return what does not use the knob; empty where it has an effect, or where that is not known yet."""
-    late: bool
-    """Whether a run may know what its request does not show; then a run has a line about it."""
-    own: bool
-    """Whether only a value that the user wrote is refused, and none of a shipped configuration."""
-
-    @property
-    def name(self) -> str:
-        """The name of the condition, which is that of its function."""
-        return self.find.__name__
-
-
-def needs(*reads: str, late: bool = False, own: bool = False) -> Callable[[Find], Condition]:
-    """Return a decorator that makes a `Condition` of the function that finds what does not use a knob."""
-    assert all(name in KNOBS for name in reads), reads
-    return lambda find: Condition(reads, find, late, own)
-
-
-@needs("model.family")
-def text(config: Config, known: Known) -> str:
-    """Need a model of text."""
-    return f"model.family {config.model.family}" if config.model.images else ""
-
-
-@needs("model.family")
-def images(config: Config, known: Known) -> str:
-    """Need a model of images."""
-    return "" if config.model.images else f"model.family {config.model.family}"
-
-
-@needs("model.family")
-def rotary(config: Config, known: Known) -> str:
-    """Need rotary positions."""
-    return "" if config.model.traits.rotary else f"model.family {config.model.family}"
-
-
-@needs("model.family")
-def learned_positions(config: Config, known: Known) -> str:
-    """Need a table of learned positions."""
-    return f"model.family {config.model.family}" if config.model.traits.rotary else ""
-
-
-@needs("model.family", "model.expert_mlp")
-def width_of_mlp(config: Config, known: Known) -> str:
-    """Need a layer whose width is that of an MLP."""
-    model = config.model
-    if any(stack.width_knob == "mlp" for stack in stacks_of(model).values()):
-        return ""
-    return f"model.family {model.family} with model.{model.width_knob} {model.split_width}"
-
-
-@needs("model.sequence", own=True)
-def longer_rows(config: Config, known: Known) -> str:
-    """Need rows that are longer than the window of attention."""
-    model = config.model
-    if model.window >= model.sequence:
-        return f"model.sequence {model.sequence}, whose tokens are all within it,"
-    return ""
-
-
-@needs("model.lora_rank")
-def frozen(config: Config, known: Known) -> str:
-    """Need frozen weights."""
-    return "" if config.model.frozen else config.model.frozen_by
+ALWAYS: tuple[Condition, ...] = ()
 
 
 def _of_parts() -> Iterator[tuple[str, tuple[Condition]]]:
     """Yield the rows of the knobs that are about a part which only models of some families have."""
     for trait, (part, knobs) in PARTS.items():
-        condition = _with_trait(trait, part)
+        condition = with_trait(trait, part)
         yield from ((f"model.{knob}", (condition,)) for knob in knobs)
 
-
-def _with_trait(trait: str, part: str) -> Condition:
-    """Return the condition that models of the family have this part, as a trait says."""
-
-    def find(config: Config, known: Known) -> str:
-        model = config.model
-        return "" if getattr(model.traits, trait) else f"model.family {model.family}, which has no {part},"
-
-    find.__name__ = part
-    return needs("model.family")(find)
-
-
-def _axis(axis: str) -> Condition:
-    """Return the condition that this axis of the mesh has more than one rank."""
-
-    def find(config: Config, known: Known) -> str:
-        return f"mesh {config.mesh}, whose {axis} axis is 1," if known.alone(axis) else ""
-
-    find.__name__ = f"{axis}_axis"
-    return needs("mesh", late=True)(find)
-
-
-def _rule(dim: str) -> Condition:
-    """Return the condition that this dim would be split; an axis that cannot split it is another check's."""
-
-    def find(config: Config, known: Known) -> str:
-        whole = getattr(config.parallel.rules, dim) == ""
-        return f"mesh {config.mesh}, whose {MODEL} axis is 1," if whole and known.alone(MODEL) else ""
-
-    find.__name__ = f"splits_{dim}"
-    return needs("mesh", late=True)(find)
-
-
-model_axis = _axis(MODEL)
-sequence_axis = _axis(*SEQUENCE_AXES)
-pipeline_axis = _axis(PIPELINE)
-
-
-@needs("mesh", late=True)
-def replicas(config: Config, known: Known) -> str:
-    """Need more than one replica."""
-    return f"mesh {config.mesh}, which has no replicas," if known.alone(REPLICA) else ""
-
-
-@needs("parallel.zero")
-def sharded(config: Config, known: Known) -> str:
-    """Need a ZeRO stage that splits some state."""
-    return "" if config.parallel.zero else "parallel.zero 0, which splits no state,"
-
-
-@needs("parallel.zero")
-def sharded_gradients(config: Config, known: Known) -> str:
-    """Need a ZeRO stage that splits gradients."""
-    zero = config.parallel.zero
-    return "" if zero >= 2 else f"parallel.zero {zero}, whose micro-batches always run outside the layers,"
-
-
-@needs("mesh", "train.accumulation", late=True)
-def accumulation(config: Config, known: Known) -> str:
-    """Need several micro-batches in a step; the micro-batches of a pipeline have a check of their own."""
-    if known.alone(PIPELINE) and config.train.accumulation == 1:
-        return "train.accumulation 1, with which a step is one micro-batch,"
-    return ""
-
-
-@needs("optimizer.name", "optimizer.beta1", "precision")
-def moments(config: Config, known: Known) -> str:
-    """Need moments, or master weights, that an update reads."""
-    optimizer = config.optimizer
-    only_momentum = optimizer.rule.betas == ("beta1",)
-    if only_momentum and optimizer.beta1 == 0 and config.precision != "mixed":
-        return f"optimizer.name {optimizer.name} with optimizer.beta1 0, which reads no moment,"
-    return ""
-
-
-def _sums_by(rule: str) -> Condition:
-    """Return the condition that this rule compresses what crosses the replicas."""
-
-    def find(config: Config, known: Known) -> str:
-        asked = config.parallel.gradient_compression
-        return "" if asked == rule else f"parallel.gradient_compression {asked}"
-
-    find.__name__ = f"sums_by_{rule.replace('-', '_')}"
-    return needs("parallel.gradient_compression")(find)
-
-
-@needs("data.validation_path")
-def fraction_held_out(config: Config, known: Known) -> str:
-    """Need data of which a fraction is held out."""
-    return "a run with data.validation_path" if config.data.validation_path else ""
-
-
-@needs("data.mixture")
-def mixture(config: Config, known: Known) -> str:
-    """Need several sources."""
-    return "" if config.data.mixture else "a run without data.mixture"
-
-
-@needs("optimizer.name")
-def second_moment(config: Config, known: Known) -> str:
-    """Need an update rule with a second moment."""
-    optimizer = config.optimizer
-    return "" if "beta2" in optimizer.rule.betas else f"optimizer.name {optimizer.name}"
-
-
-@needs("optimizer.schedule")
-def constant_rate(config: Config, known: Known) -> str:
-    """Need a learning rate that is constant before it decays."""
-    optimizer = config.optimizer
-    return "" if optimizer.holds_peak else f"optimizer.schedule {optimizer.schedule}"
-
-
-@needs("optimizer.schedule", "optimizer.decay_fraction")
-def decay(config: Config, known: Known) -> str:
-    """Need a learning rate that decays."""
-    if config.optimizer.holds_peak and config.optimizer.decay_fraction == 0:
-        return f"a {config.optimizer.schedule} schedule without decay"
-    return ""
-
-
-@needs("train.local_steps")
-def outer_steps(config: Config, known: Known) -> str:
-    """Need steps that replicas take by themselves, after which there is an outer step."""
-    return "" if config.train.local_steps else "train.local_steps 0, which has no outer step,"
-
-
-@needs("sample.every")
-def samples(config: Config, known: Known) -> str:
-    """Need samples."""
-    return "" if config.sample.every else "sample.every 0, with which nothing is written,"
-
-
-def _within(knob: str) -> Condition:
-    """Return the condition that the run has as many steps as the interval `knob`."""
-
-    def find(config: Config, known: Known) -> str:
-        return _run_of(known.steps) if 0 < known.steps < value_of(config, knob) else ""
-
-    find.__name__ = f"within_{knob.replace('.', '_')}"
-    return needs("train.steps", "train.epochs", late=True)(find)
-
-
-def _run_of(steps: int) -> str:
-    return f"a run of {steps} step{'s' if steps > 1 else ''}"
-
-
-@needs("train.steps", "train.epochs", late=True)
-def an_epoch(config: Config, known: Known) -> str:
-    """Need an epoch that ends within the run."""
-    if known.steps_of_epoch and 0 < known.steps < known.steps_of_epoch:
-        return f"{_run_of(known.steps)}, which ends before its first epoch of {known.steps_of_epoch:.1f} steps,"
-    return ""
-
-
-SAVES = ("checkpoint.every", "checkpoint.minutes", "checkpoint.epochs", "train.steps", "train.epochs")
-"""Knobs that decide how often a run saves."""
-
-
-@needs(*SAVES, late=True)
-def saves_more(config: Config, known: Known) -> str:
-    """Need a run that saves more checkpoints than it keeps."""
-    if not known.steps or not _saves_by_steps(config, known):
-        return ""
-    count = _saves(config.checkpoint.every, known.steps)
-    if count > config.checkpoint.keep:
-        return ""
-    return f"{_run_of(known.steps)}, which saves {count} checkpoint{'s' if count > 1 else ''},"
-
-
-@needs(*SAVES, "checkpoint.keep", late=True)
-def removes_one(config: Config, known: Known) -> str:
-    """Need a checkpoint that would be removed otherwise."""
-    every = config.checkpoint.every
-    if not known.steps or not _saves_by_steps(config, known):
-        return ""
-    removed = _saves(every, known.steps) - config.checkpoint.keep
-    # The last step, which may be no multiple of `every`, is never removed.
-    if removed > 0 and math.lcm(every, config.checkpoint.keep_every or 1) <= removed * every:
-        return ""
-    return f"{_run_of(known.steps)} with checkpoint.keep {config.checkpoint.keep}, which removes none of these,"
-
-
-def _saves_by_steps(config: Config, known: Known) -> bool:
-    """Return whether the steps alone decide when the run saves."""
-    within_first_epoch = known.steps < known.steps_of_epoch
-    return not config.checkpoint.minutes and (not config.checkpoint.epochs or within_first_epoch)
-
-
-def _saves(every: int, steps: int) -> int:
-    """Return how many checkpoints a run saves: each time after a number of steps (0: none of these), and at its end."""
-    return math.ceil(steps / every) if every else 1
-
-
-@needs("train.global_batch_size", late=True)
-def more_held_out(config: Config, known: Known) -> str:
-    """Need more held-out data than the given number of batches."""
-    there = known.validation_batches
-    if 0 < there < config.validation.batches:
-        return f"the held-out part, which is {there} batch{'es' if there > 1 else ''} in all,"
-    return ""
-
-
-@needs(late=True)
-def several_processes(config: Config, known: Known) -> str:
-    """Need a job of several processes."""
-    return "a run of one process" if known.processes == 1 else ""
-
-
-ALWAYS: tuple[Condition, ...] = ()
 
 EFFECTS: dict[str, tuple[Condition, ...]] = {
     "mesh": ALWAYS,
@@ -337,12 +74,9 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "model.layers": (text,),
     "model.embed": (text,),
     "model.heads": (text,),
-    "model.head_dim": (text, rotary),
-    "model.kv_heads": (text, rotary),
-    "model.rope_theta": (text, rotary),
-    "model.rope_scaling": (text, rotary),
-    "model.qkv_bias": (text, rotary),
-    "model.qk_norm": (text, rotary),
+    **{f"model.{knob}": (text, rotary) for knob in OF_ROTARY},
+    **{f"model.{knob}": (text, rotary, latent_attention) for knob in OF_LATENT},
+    "model.sliding_theta": (text, rotary, sliding_layers),
     "model.norm_eps": (text,),
     "model.mlp": (text, width_of_mlp),
     "model.vocab": (text,),
@@ -357,7 +91,10 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "model.lora_targets": (text, frozen),
     "model.lora_base": (text, frozen),
     "model.remat": (text,),
+    "model.attention": (text,),
     **dict(_of_parts()),
+    **{f"model.{knob}": (text, with_trait("routed", "experts"), groups_of_experts) for knob in GROUPS},
+    "model.shared_gate": (text, with_trait("routed", "experts"), shared),
     "model.classes": (images,),
     "model.image": (images,),
     "model.channels": (images,),
@@ -369,13 +106,13 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     # The trainer refuses these two, and local steps, without replicas, unless it resumes a run that had some.
     "parallel.gradient_compression": ALWAYS,
     "parallel.delayed_gradients": ALWAYS,
-    "parallel.compression_density": (_sums_by("topk-int8"),),
-    "parallel.compression_rank": (_sums_by("powersgd"),),
+    "parallel.compression_density": (sums_by("topk-int8"),),
+    "parallel.compression_rank": (sums_by("powersgd"),),
     "parallel.micro_batches": (text, sharded_gradients, accumulation),
     "parallel.offload": (moments,),
-    "parallel.rules.heads": (text, _rule("heads")),
-    "parallel.rules.mlp": (text, _rule("mlp")),
-    "parallel.rules.vocab": (text, _rule("vocab")),
+    "parallel.rules.heads": (text, rule("heads")),
+    "parallel.rules.mlp": (text, rule("mlp")),
+    "parallel.rules.vocab": (text, rule("vocab")),
     "pipeline.schedule": (text, pipeline_axis),
     "pipeline.microbatches": (text, pipeline_axis),
     "pipeline.virtual_stages": (text, pipeline_axis),
@@ -386,6 +123,9 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "data.validation_path": ALWAYS,
     "data.validation_fraction": (fraction_held_out,),
     "data.text": (text,),
+    "data.form": (text,),
+    "data.learn": (text,),
+    "data.long": (text,),
     "data.on_error": (text,),
     "data.dtype": (text,),
     "data.pack": (text,),
@@ -408,21 +148,23 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "train.global_batch_size": ALWAYS,
     # A pipeline has micro-batches of its own, and refuses these with a sentence that says so.
     "train.accumulation": ALWAYS,
+    "train.objective": (text,),
+    "train.dpo_beta": (text, pairs),
     "train.local_steps": ALWAYS,
     "train.seed": ALWAYS,
     "train.max_skipped": ALWAYS,
-    "validation.every": (_within("validation.every"),),
+    "validation.every": (within("validation.every"),),
     "validation.batches": (more_held_out,),
-    "checkpoint.every": (_within("checkpoint.every"),),
+    "checkpoint.every": (within("checkpoint.every"),),
     "checkpoint.minutes": ALWAYS,
     "checkpoint.epochs": (an_epoch,),
     "checkpoint.keep": (saves_more,),
     "checkpoint.keep_every": (removes_one,),
     "checkpoint.grace_seconds": ALWAYS,
-    "log.every": (_within("log.every"),),
+    "log.every": (within("log.every"),),
     "log.tensorboard": ALWAYS,
     "log.wandb": ALWAYS,
-    "sample.every": (_within("sample.every"),),
+    "sample.every": (within("sample.every"),),
     "sample.prompts": (samples,),
     "profile.steps": ALWAYS,
     "cluster.coordinator": ALWAYS,

@@ -18,8 +18,8 @@ from jaxdist.cluster import xla_options
 from jaxdist.config import RequestError
 from jaxdist.models import Params
 from jaxdist.parallel.placement import trained
-from jaxdist.planning.branch_check import across_ranks
-from jaxdist.planning.compiled import text_of
+from jaxdist.programs.branch_check import across_ranks
+from jaxdist.programs.compiled import text_of
 from jaxdist.sharding import BATCH, Layout, Tree, Weighted, on_devices
 from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Batch, Forward, Gradients, Metrics, Step, TrainState
@@ -88,10 +88,14 @@ class Engine:
         """Return the state before the first step with parameters of a checkpoint."""
         return jax.jit(self.step.start)(self.step.folded(params), variables)
 
-    def begin_beside(self, frozen: Params) -> TrainState:
-        """Return the state before the first step with new parameters beside `frozen` ones of a checkpoint."""
+    def begin_beside(self, frozen: Params, learned: Params | None = None) -> TrainState:
+        """Return the state before the first step with `learned` parameters, or new ones, beside `frozen` ones.
+
+        Both are those of a checkpoint.
+        """
         frozen = self.step.folded(frozen)
-        state = jax.jit(self.step.start)(self.draw(self.draw_trained), {})
+        params = self.draw(self.draw_trained) if learned is None else self.step.folded(learned)
+        state = jax.jit(self.step.start)(params, {})
         # A program that took the base as well would return a copy of it.
         return state._replace(frozen=frozen)
 
@@ -156,6 +160,11 @@ class Engine:
     def _evaluate(self) -> Any:
         return jax.jit(self.step.evaluate)
 
+    def trace_measure(self, batch: Batch) -> None:
+        """Trace what `measure` computes of a batch: what the loss function raises is raised, and nothing computed."""
+        params, variables = self.abstract(lambda state: (self.step.whole(state), state.variables))
+        self._evaluate.eval_shape(params, variables, batch)
+
     def measure(
         self,
         params: Params,
@@ -209,6 +218,19 @@ class Engine:
     def whole(self, a: jax.Array) -> jax.Array:
         """Return an array on one device of this process."""
         return jax.device_put(a, self.sharding(())).addressable_data(0)
+
+    def to_host(self, a: jax.Array) -> np.ndarray:
+        """Return an array of the mesh, of numbers, in the memory of every process's host.
+
+        Where other processes hold a part of it, this one array is whole on the devices while it is copied.
+        """
+        if not a.is_fully_addressable:
+            return np.asarray(self.whole(a))
+        whole = np.empty(a.shape, a.dtype)
+        for shard in a.addressable_shards:
+            if shard.replica_id == 0:
+                whole[shard.index] = shard.data
+        return whole
 
     def sharding(self, dims: tuple[str | None, ...]) -> jax.sharding.NamedSharding:
         """Return the sharding of an array whose first dims have the logical axes `dims`."""

@@ -54,6 +54,24 @@ def enter(folder: RunFolder, config: Config) -> Config:
     return _continuing(folder, config, steps or committed)
 
 
+def enter_own(folder: RunFolder, resume: str) -> int:
+    """Check that a script may train in `folder`. Returns 0, or raises `RequestError`; writes nothing."""
+    folder.check_layout()
+    if folder.config.exists():
+        raise RequestError(f"run folder {folder.path} holds a run of jaxdist.train; name another run_dir")
+    if any(steps.steps() for steps in folder.step_dirs()):
+        if resume == "never":
+            raise RequestError(
+                f"run folder {folder.path} holds a run already and resume is never; name another run_dir, or go on "
+                f"with resume='auto'"
+            )
+        return 0
+    _refuse_lost(folder, None)
+    if resume.isdecimal():
+        raise RequestError(f"run folder {folder.path} holds no run to go back to step {resume} of")
+    return 0
+
+
 def check_beginning(folder: RunFolder, config: Config) -> None:
     """Refuse an `init_from` as `enter` does, for a run that is only described: a folder need not hold its weights.
 
@@ -104,7 +122,7 @@ def _refuse_lost(folder: RunFolder, config: Config | None) -> None:
     if shown:
         raise RequestError(
             f"run folder {folder.path} holds no step of its run, but {shown}; bring {folder.checkpoints} back (a "
-            f"volume may not be mounted), or name another --run-dir, or move {folder.path} away to start from the "
+            f"volume may not be mounted), or name another run folder, or move {folder.path} away to start from the "
             f"beginning"
         )
 

@@ -23,10 +23,13 @@ from jaxdist.output.units import rounded
 from jaxdist.training.console import Screen
 from jaxdist.training.data_progress import DataProgress
 from jaxdist.training.file_losses import file_losses, together
+from jaxdist.training.leader_knows import knowing
+from jaxdist.training.reference import refer
 from jaxdist.training.restore import Trained
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.scoring import log_probabilities
+from jaxdist.training.starting import initial_weights
 from jaxdist.training.task_text import TextTask
 from jaxdist.training.validation import OF_SOURCE, losses_of_sources
 from jaxdist.weights.inheriting import check_tokenizer
@@ -59,14 +62,14 @@ def on_held_out(trained: Trained, job: Job, stride: int | None = None) -> Judgem
     for name, value in metrics.items():
         _check_finite(trained, f"the {name} on the held-out part", value)
     baseline = run.task.baseline()
-    units = f"{run.task.unit}s"
+    units = f"{run.task.loss_unit}s"
     windows = _windows(run, stride)
     sources = losses_of_sources(metrics)
     metrics = {name: value for name, value in metrics.items() if not name.startswith(OF_SOURCE)}
     others = {name: value for name, value in metrics.items() if name not in ("loss", "batches", units)}
-    percentages = "".join(f"  {name} {value:.2%}" for name, value in others.items())
+    percentages = "".join(f"  {name} {_shown(name, value)}" for name, value in others.items())
     line = (
-        f"{_weights_of(trained)}  validation loss {metrics['loss']:.4f} nats per {run.task.unit} over "
+        f"{_weights_of(trained)}  validation loss {metrics['loss']:.4f} nats per {run.task.loss_unit} over "
         f"{rounded(metrics[units])} {units}{windows}{percentages}  ({run.task.baseline_name} {baseline:.4f})"
     )
     figures: dict[str, Any] = {
@@ -79,7 +82,7 @@ def on_held_out(trained: Trained, job: Job, stride: int | None = None) -> Judgem
         figures["stride"] = stride or run.config.model.sequence
     if sources:
         figures["sources"] = sources
-    lines = [f"{name}  validation loss {loss:.4f} nats per {run.task.unit}" for name, loss in sources.items()]
+    lines = [f"{name}  validation loss {loss:.4f} nats per {run.task.loss_unit}" for name, loss in sources.items()]
     return Judgement([*lines, line], figures)
 
 
@@ -89,6 +92,11 @@ def on_files(trained: Trained, job: Job, stride: int | None = None) -> Judgement
     With a `stride` it is rolling. Raises `NotFinite` for a loss that is no number.
     """
     run = trained.run
+    if run.config.train.learns_pairs:
+        raise RequestError(
+            f"'{run.config.folder}' has learned pairs of answers, and data.validation_path is judged as text; leave it "
+            "out, or give pairs as --data.path"
+        )
     model = run.config.model
     data = run.config.data
     given = stored_at(run.config.folder).given_tokenizer(data.tokenizer)
@@ -190,17 +198,21 @@ def open_data(trained: Trained, job: Job) -> None:
 
     def read() -> None:
         _ = task.data
+        # The leader reads what tells it, and the others hear that.
+        task.ask({} if trained.data is None else {"data": trained.data})
 
     _read_first(trained, job, read)
     if trained.data is None:
         check_tokenizer(trained.run.config.folder, trained.run.config.data.tokenizer)
-    elif task.fingerprint != trained.data:
+    elif not task.is_of(trained.data):
         if job.env.leader:
             print(f"note: this is not the data that the run was trained on{task.kept}", file=sys.stderr)
         # The loss is comparable only with the tokenizer of the run.
         tokenizer = RunFolder(trained.run.config.folder).tokenizer_source
         leader_first("tokens of the run's tokenizer", partial(task.keep, tokenizer))
     check_alike("data", task.fingerprint, "let all processes read the same files")
+    with jax.set_mesh(trained.run.mesh):
+        refer(trained.run, partial(initial_weights, trained.run), note=partial(job.note, VALIDATING))
 
 
 def _tell(job: Job, *notes: str | None) -> None:
@@ -221,7 +233,7 @@ def _read_first(trained: Trained, job: Job, read: Callable[[], None]) -> None:
     trained.run.task.progress = DataProgress(partial(job.note, READING), screen if job.env.leader else None)
     job.note(READING if job.env.leader else AWAITING)
     try:
-        leader_first("tokens", noted)
+        leader_first("tokens", partial(knowing, noted))
     finally:
         screen.pause()
 
@@ -240,6 +252,11 @@ def _windows(run: Run, stride: int | None) -> str:
     if stride is None:
         return f" in windows of {run.config.model.sequence}"
     return f" in windows of {run.config.model.sequence} rolling by {stride}"
+
+
+def _shown(name: str, value: float) -> str:
+    """Return a figure beside the loss: a share in percent, another as it is."""
+    return f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"
 
 
 def _check_finite(trained: Trained, what: str, value: float) -> None:

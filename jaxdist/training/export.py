@@ -17,11 +17,12 @@ from jaxdist.config import Config, ModelConfig, compute_dtype
 from jaxdist.config.stacks import first_layers, path_to
 from jaxdist.config.trained import merged
 from jaxdist.files import write_whole
-from jaxdist.huggingface.given_tokenizer import read_tokenizer
+from jaxdist.huggingface.given_tokenizer import GivenTokenizer, read_tokenizer
 from jaxdist.huggingface.peft_adapter import write_adapter
 from jaxdist.huggingface.readable import Readable, read
 from jaxdist.huggingface.safetensors_file import Tensor, check_room, write_file
-from jaxdist.huggingface.small_files import kept_dtype, read_kept, small_files
+from jaxdist.huggingface.schema import CONFIG, checked
+from jaxdist.huggingface.small_files import kept_dtype, read_kept, small_files, tokenizer_files
 from jaxdist.huggingface.writing import write_weights
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.request import to_toml
@@ -80,11 +81,11 @@ def write_folder(config: Config, which: str, path: Path, dtype: str) -> dict[str
     folder = RunFolder(config.folder)
     run = folder.path
     dtype = dtype or kept_dtype(run) or compute_dtype(config.precision)
-    own = read_tokenizer(folder.tokenizer_source) if folder.tokenizer.is_file() else None
-    files = small_files(read_kept(run), config.model, dtype, own)
+    files = small_files(read_kept(run), config.model, dtype, _own_tokenizer(folder))
     path.mkdir()
     with step_of(config, which) as (checkpoints, found), weights(config, checkpoints, found) as params:
-        written = write_weights(path, config.model, params, dtype)
+        model_type = checked(files[CONFIG], path / CONFIG)["model_type"]
+        written = write_weights(path, config.model, params, dtype, model_type)
         for name, content in files.items():
             write_whole(path / name, content)
     return {"step": found.step, "dtype": dtype, **written}
@@ -93,15 +94,25 @@ def write_folder(config: Config, which: str, path: Path, dtype: str) -> dict[str
 def write_adapter_folder(config: Config, which: str, path: Path, dtype: str) -> dict[str, Any]:
     """Write the adapters of step `which` of a LoRA run as a folder that PEFT loads, and return what was written.
 
-    `path` is that of a new folder. `dtype` is a `WeightDtype`; empty: float32. The base is not read.
+    `path` is that of a new folder. `dtype` is a `WeightDtype`; empty: float32. The base is not read. The tokenizer's
+    files go with the adapters: their chat template need not be that of the base.
     """
     dtype = dtype or "float32"
+    folder = RunFolder(config.folder)
+    files = tokenizer_files(read_kept(folder.path), config.model, _own_tokenizer(folder))
     path.mkdir()
     with step_of(config, which) as (checkpoints, found):
         # PEFT loads the base itself, and knows no other form.
         base = model_folder(recorded_base(config, checkpoints.facts(found)).path)
         written = write_adapter(path, config.model, checkpoints.arrays(found, "params"), dtype, base)
+        for name, content in files.items():
+            write_whole(path / name, content)
     return {"step": found.step, "dtype": dtype, **written}
+
+
+def _own_tokenizer(folder: RunFolder) -> GivenTokenizer | None:
+    """Return the tokenizer of a run; None where its data came as tokens."""
+    return read_tokenizer(folder.tokenizer_source) if folder.tokenizer.is_file() else None
 
 
 @contextmanager

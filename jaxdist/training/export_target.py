@@ -99,8 +99,8 @@ class _Found(NamedTuple):
             return None
         identity = (stat.S_IFMT(status.st_mode), status.st_dev, status.st_ino)
         if stat.S_ISDIR(status.st_mode):
-            # `export_marks` knows its files again.
-            return cls(identity, empty=not os.listdir(path))
+            # `export_marks` knows its files again. A folder that is made anew may get the number of the one before.
+            return cls((*identity, status.st_mtime_ns), empty=not os.listdir(path))
         return cls((*identity, status.st_size, status.st_mtime_ns), empty=False)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -25,12 +26,17 @@ class Prompter:
         ending: Ending,
         template: ChatTemplate | None = None,
         system: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ):
-        """With a `template`, the model answers texts instead of continuing them; `system` says how."""
+        """With a `template`, the model answers texts instead of continuing them; `system` says how.
+
+        `variables` are further ones of the template, such as `enable_thinking`.
+        """
         self._tokenizer = tokenizer
         self._special = special
         self._ending = ending
         self._template = template
+        self._variables = variables or {}
         self.own = 0
         """Prompts so far that begin with the BOS as text."""
         self.opening: list[Message] = []
@@ -52,7 +58,7 @@ class Prompter:
     def of_messages(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation, whose BOS the template writes. Raises `RequestError` as `of_text`."""
         assert self._template is not None
-        return self._checked(self._encode(self._template.render(messages)), "conversation")
+        return self._checked(self._encode(self._template.render(messages, **self._variables)), "conversation")
 
     def note(self) -> str | None:
         """Return a sentence about how prompts were read, if there is one to tell."""

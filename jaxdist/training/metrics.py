@@ -6,9 +6,10 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import IO, Any
 
-from jaxdist.config import Config
+from jaxdist.config import LogConfig
 from jaxdist.files import open_no_follow
 from jaxdist.output.streams import clock
 from jaxdist.output.units import hours
@@ -31,9 +32,18 @@ NOTABLE_WAIT = 0.01
 class Log:
     """The outputs of a run that continues after step `first`. Use it as a context manager."""
 
-    def __init__(self, config: Config, folder: RunFolder, steps: int, first: int, screen: Screen | None = None):
-        """`screen` is where people read, standard error by default."""
+    def __init__(
+        self,
+        config: LogConfig,
+        folder: RunFolder,
+        steps: int,
+        first: int,
+        screen: Screen | None = None,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ):
+        """`screen` is where people read, standard error by default; `settings` of the run are shown by wandb."""
         self._config = config
+        self._settings = settings
         self._folder = folder
         self._steps = steps
         self._first = first
@@ -44,10 +54,10 @@ class Log:
 
     def __enter__(self) -> Log:
         self._lines = open_no_follow(self._folder.metrics, "a")
-        if self._config.log.tensorboard:
+        if self._config.tensorboard:
             self._board = Board(self._folder.tensorboard, self._first, self.say)
-        if self._config.log.wandb:
-            self._wandb = _start_wandb(self._config, self._folder, self.say)
+        if self._config.wandb:
+            self._wandb = _start_wandb(self._config.wandb, self._settings, self._folder, self.say)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,20 +146,20 @@ class SilentLog(Log):
         """Do nothing."""
 
 
-def _start_wandb(config: Config, folder: RunFolder, say: Callable[[str], None]) -> Any:
+def _start_wandb(project: str, config: Mapping[str, Any], folder: RunFolder, say: Callable[[str], None]) -> Any:
     """Start the run at Weights & Biases; None, with a warning, where that fails."""
     try:
         import wandb
 
         settings = wandb.Settings(init_timeout=10, silent=True)
         return wandb.init(
-            project=config.log.wandb,
+            project=project,
             name=folder.path.name,
             id=wandb_id(folder.path),
             # A run that is resumed here is the same run there.
             resume="allow",
             dir=str(folder.path),
-            config=config.model_dump(mode="json"),
+            config=dict(config),
             settings=settings,
         )
     except Exception as error:
@@ -184,16 +194,23 @@ def _line(values: Values, steps: int) -> str:
     waiting = _number(values, "data_seconds")
     line = (
         f"step {step}/{steps}  {_figures(values)}  norm {values['grad_norm']:.3f}  "
-        f"lr {values['learning_rate']:.2e}  {seconds * 1e3:.0f} ms"
+        f"{_rate(values)}{seconds * 1e3:.0f} ms"
     )
     if waiting > NOTABLE_WAIT * seconds:
         line += f"  data {waiting * 1e3:.1f} ms"
+    if "reward_margin" in values:
+        line += f"  margin {values['reward_margin']:.3f}  accuracy {values['accuracy']:.1%}"
     if "load_max" in values:
         line += f"  load {values['load_max']:.2f}"
     steps_left = steps - step
     if steps_left:
         line += f"  {hours(steps_left * seconds)} left"
     return line
+
+
+def _rate(values: Values) -> str:
+    """Return the learning rate, where it is known."""
+    return f"lr {values['learning_rate']:.2e}  " if "learning_rate" in values else ""
 
 
 def _validation_line(values: Values) -> str:
@@ -203,6 +220,8 @@ def _validation_line(values: Values) -> str:
         line += f" over {batches} {'batches' if batches > 1 else 'batch'}"
     if "validation_accuracy" in values:
         line += f"  accuracy {values['validation_accuracy']:.2%}"
+    if "validation_reward_margin" in values:
+        line += f"  margin {values['validation_reward_margin']:.3f}"
     losses = losses_of_sources(values, "validation_")
     if losses:
         named = [f"{name} {loss:.4f}" for name, loss in list(losses.items())[:LISTED]]

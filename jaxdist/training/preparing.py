@@ -5,56 +5,47 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 import jax
 
 from jaxdist.cluster import kv_store, xla_options
-from jaxdist.cluster.consensus import agreed, check_alike, from_leader, leader, leader_first, told_by_leader
-from jaxdist.cluster.heartbeat import AWAITING, READING, STARTING
+from jaxdist.cluster.consensus import check_alike, leader, leader_first
+from jaxdist.cluster.heartbeat import AWAITING, READING
 from jaxdist.cluster.job import Job
 from jaxdist.cluster.preflight import check_folder
 from jaxdist.config import RequestError
-from jaxdist.data import known
 from jaxdist.data.tokenizing.sharing import help_to_tokenize, shared_by
 from jaxdist.mesh import REPLICA
-from jaxdist.training.checkpoint.manager import Checkpoints, Found
+from jaxdist.training import history
 from jaxdist.training.console import Screen
 from jaxdist.training.data_progress import DataProgress
 from jaxdist.training.entering import lost_step
+from jaxdist.training.leader_knows import knowing
+from jaxdist.training.opening import Opened, opened
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import note_saved
-from jaxdist.training.run_lock import LockLost, RunLock
 from jaxdist.training.samples import Samples
 from jaxdist.training.startup_checks import check_attention
 from jaxdist.training.summary import beginning, folded, summary
 from jaxdist.weights.base import Base, NoBase, base_for
-from jaxdist.weights.pretrained import keep_files
+from jaxdist.weights.pretrained import files_to_keep, keep_files
 from jaxdist.weights.source import source_of
 
 
 class Prepared(NamedTuple):
     """A run that may begin: nothing refuses it any more."""
 
-    checkpoints: Checkpoints
-    found: Found | None
-    """The step to resume from; None for the beginning."""
-    check_lock: Callable[[], None]
-    """Raises `LockLost` where another run has taken the folder."""
+    held: Opened
     summary_begun: bool
     """Whether the beginning of the summary was printed while data were read."""
     samples: Samples | None
     """What the run writes while it trains, if anything."""
     base: Base | NoBase
     """What stands beside the parameters that it saves."""
-
-    @property
-    def first(self) -> int:
-        """The number of steps that are already taken."""
-        return self.found.step if self.found else 0
 
 
 @contextmanager
@@ -65,18 +56,8 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
     check_alike("data", run.task.fingerprint, "let all processes read the same files")
     config = run.config
     samples = Samples(run) if config.sample.every else None
-    keep = config.checkpoint.keep
-    with ExitStack() as stack:
-        stack.enter_context(jax.set_mesh(run.mesh))
-        check_lock = stack.enter_context(locked(folder, config.fault.heartbeat_seconds, screen.say))
-        checkpoints = stack.enter_context(Checkpoints(folder.path, keep, config.checkpoint.keep_every))
-        # Only the holder of the lock writes into the folder.
-        job.note(STARTING)
-        job.log.open(folder.log, rotates=leader())
-        job.watchdog.beat_in(folder.heartbeats)
-
-        found = checkpoints.find_start(config.resume, expected=run.engine.abstract_logical)
-        facts = checkpoints.facts(found) if found else None
+    with jax.set_mesh(run.mesh), opened(folder, config, run.engine, job, screen.say) as held:
+        facts = held.checkpoints.facts(held.found) if held.found else None
         if facts:
             run.task.go_on(folder.path, facts)
         else:
@@ -85,40 +66,12 @@ def prepare(run: Run, folder: RunFolder, job: Job, screen: Screen) -> Iterator[P
         base = base_for(config, facts, resumes=True)
         check_folder(folder.checkpoints, run.engine.checkpoint_bytes)
 
-        prepared = Prepared(checkpoints, found, check_lock, summary_begun, samples, base)
+        prepared = Prepared(held, summary_begun, samples, base)
         # Later steps will be taken, and saved, again.
-        checkpoints.set_aside(after=prepared.first)
+        held.checkpoints.set_aside(after=held.first)
         if leader():
             write_folder(run, folder, prepared)
         yield prepared
-
-
-@contextmanager
-def locked(folder: RunFolder, limit: float, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """Lock the folder of a run for this run, in the leader for all processes, and give the run an id.
-
-    `say` prints notes about the lock. Yields a function to call before each save, in all processes: it raises
-    `LockLost`, in all of them alike, where another run has taken the folder.
-    """
-    # The leader's lock; the other processes have none.
-    locks: list[RunLock] = []
-
-    def take() -> int:
-        lock = stack.enter_context(folder.locked(limit))
-        locks.append(lock)
-        folder.identify()
-        for note in lock.notes:
-            say(f"note        {note}")
-        return 0
-
-    def check() -> None:
-        lost = locks[0].lost() if leader() else None
-        if from_leader(int(lost is not None)):
-            raise LockLost(lost or "another run has taken the run folder")
-
-    with ExitStack() as stack:
-        agreed(take)
-        yield check
 
 
 def check_new(run: Run) -> None:
@@ -132,16 +85,20 @@ def check_new(run: Run) -> None:
 
 def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
     """Write how the run is made, and cut its metrics back to the step that it resumes from."""
-    notes = [*folder.notes, *lost_step(folder, prepared.first), *folder.cut_metrics(prepared.first, run.config)]
-    prepared.checkpoints.notes += notes
+    held = prepared.held
+    before = folder.own_config() if folder.config.exists() else run.config
+    cut = folder.cut_metrics(held.first, [history.interval(one) for one in (before, run.config)])
+    notes = [*folder.notes, *lost_step(folder, held.first), *cut]
+    held.checkpoints.notes += notes
     if prepared.samples and prepared.samples.note:
-        prepared.checkpoints.notes.append(f"sample.prompts: {prepared.samples.note}")
-    if prepared.found:
+        held.checkpoints.notes.append(f"sample.prompts: {prepared.samples.note}")
+    if held.found:
         # An older jaxdist did not, and a kill may have come between the save and the note of it.
-        note_saved(folder.path, prepared.found.step)
+        note_saved(folder.path, held.first)
     else:
         # Before config.toml, which says that a run began with these files.
-        keep_files(source_of(run.config.init_from).kept_files(), folder.path)
+        kept = source_of(run.config.init_from).kept_files()
+        keep_files(files_to_keep(kept, run.config.data.tokenizer), folder.path)
     devices = [f"{device} ({device.device_kind})" for device in run.mesh.devices.flat]
     xla = xla_options.settings(run.layout.platform, run.compiler_options)
     folder.write(
@@ -165,11 +122,15 @@ def open_data(run: Run, folder: RunFolder, job: Job, screen: Screen) -> bool:
     def note_reading() -> None:
         job.note(READING)
 
+    kept = folder.newest_facts()
+
     def read() -> None:
         note_reading()
+        run.task.check_files(folder.path, kept)
         run.open_data()
+        run.task.ask(kept)
 
-    run.task.begun = folder.data_begun()
+    run.task.begun = kept.get("data")
     run.task.progress = DataProgress(note_reading, screen if leader() else None, begin_summary)
     job.note(READING if leader() else AWAITING)
     try:
@@ -183,24 +144,15 @@ SHARED = "run that tokenizes"
 """The name under which the leader tells the others which texts are theirs to help with."""
 
 
-KNOWN = "what is known of the data"
-"""The name under which the leader tells the others what it has found out about files."""
-
-
 def _shared(read: Callable[[], None]) -> None:
     """Read the data: the leader with the help of the other processes, which then know what it knows."""
-    if kv_store.process() != 0:
-        known.hear(told_by_leader(KNOWN, ""))
-        read()
-        return
-    if kv_store.processes() == 1:
-        read()
+    if kv_store.process() != 0 or kv_store.processes() == 1:
+        knowing(read)
         return
     run = secrets.token_hex(8)
     kv_store.post(SHARED, run)
     with shared_by(run):
-        read()
-    told_by_leader(KNOWN, known.told())
+        knowing(read)
 
 
 def _help(run: Run, ended: Callable[[], bool]) -> None:
@@ -209,11 +161,11 @@ def _help(run: Run, ended: Callable[[], bool]) -> None:
 
 def announce(run: Run, folder: RunFolder, prepared: Prepared, say: Callable[[str], None]) -> None:
     """Print what is going to be run. Raises `RequestError` for a kernel of attention that is wrong here."""
-    found = prepared.found
-    resume = f"from the checkpoint of step {found.step}" if found else "from the beginning"
+    held = prepared.held
+    resume = f"from the checkpoint of step {held.first}" if held.found else "from the beginning"
     for line in folded(summary(run, folder.path, resume, prepared.summary_begun), sys.stderr):
         say(line)
-    for note in prepared.checkpoints.notes:
+    for note in held.checkpoints.notes:
         say(note)
     attention = check_attention(run)
     if attention:

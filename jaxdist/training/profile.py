@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 
 from jaxdist.cluster.consensus import leader
 from jaxdist.cluster.heartbeat import SAVING
 from jaxdist.cluster.job import Job
+from jaxdist.config import ProfileConfig
 from jaxdist.output.units import counted
-from jaxdist.planning.compiled import text_of
-from jaxdist.planning.trace import Program, kernels, read, summarize, table
+from jaxdist.programs.compiled import text_of
+from jaxdist.programs.trace import Program, kernels, read, summarize, table
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.meter import Meter
 from jaxdist.training.run_dir import RunFolder
-
-if TYPE_CHECKING:
-    from jaxdist.training.run import Run
 
 MOST = 1_000_000
 """Events that the profiler writes at most; it drops the last ones."""
@@ -48,24 +46,34 @@ class Profile:
     It is a context manager, so that a run that ends within these steps ends the trace too.
     """
 
-    def __init__(self, run: Run, folder: RunFolder, program: jax.stages.Compiled, meter: Meter, job: Job, first: int):
-        """`first` is the step that the run resumes from."""
-        requested = run.config.profile.numbers
+    def __init__(
+        self,
+        config: ProfileConfig,
+        folder: RunFolder,
+        program: Callable[[], jax.stages.Compiled],
+        meter: Meter,
+        job: Job,
+        first: int,
+    ):
+        """`program` returns the compiled step; `first` is the step that the run resumes from."""
+        requested = config.numbers
         self.program = program
         self.meter = meter
         self.job = job
         self.say = meter.log.say
-        self.kind = run.device.device_kind
-        self.steps = range(max(requested.start, first + 1), min(requested.stop, run.steps + 1))
+        self.kind = meter.device.device_kind
+        self.steps = range(max(requested.start, first + 1), min(requested.stop, meter.steps + 1))
         """The requested steps that this run takes."""
-        self.folder = folder.path / "profile" / run.config.profile.steps / f"process-{jax.process_index()}"
+        self.folder = folder.path / "profile" / config.steps / f"process-{jax.process_index()}"
         self.tracing = False
+        self.missed = ""
+        """Why nothing is traced though steps were requested."""
         if requested and not self.steps:
-            self.say(
-                f"profile     none: the run takes the steps {first + 1} to {run.steps}, not {run.config.profile.steps}"
-            )
+            self.missed = f"none: the run takes the steps {first + 1} to {meter.steps}, not {config.steps}"
 
     def __enter__(self) -> Profile:
+        if self.missed:
+            self.say(f"profile     {self.missed}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,7 +113,7 @@ class Profile:
         """Print the kernels of the traced steps by time, and where the trace is."""
         events = read(self.trace)
         try:
-            found = summarize(kernels(events, Program.of(text_of(self.program))))
+            found = summarize(kernels(events, Program.of(text_of(self.program()))))
         except ValueError as error:
             self.say(f"profile     no table of kernels: {error}")
         else:

@@ -17,6 +17,7 @@ FREE_ON_RESUME = (
     "data.dtype",
     "data.prefetch",
     "model.remat",
+    "model.attention",
     "model.capacity_factor",
     "parallel",
     "pipeline",

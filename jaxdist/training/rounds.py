@@ -6,7 +6,7 @@ whole mesh and the meshes of the replicas without a copy: the shards on the devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,19 +19,6 @@ from jaxdist.sharding import on_devices
 from jaxdist.training.forward.local_step import Common, LocalStep
 from jaxdist.training.forward.step import Batch, Metrics, TrainState
 from jaxdist.training.run import Run, without_data
-
-
-def rounds(first: int, last: int, every: int) -> Iterator[range]:
-    """Yield the steps after `first` up to `last`, in rounds that end with the multiples of `every`, and `last`."""
-    while first < last:
-        end = min(last, first - first % every + every)
-        yield range(first + 1, end + 1)
-        first = end
-
-
-def round_until(step: int, every: int) -> range:
-    """Return the steps of the round that ends with `step`."""
-    return range(step - (step - 1) % every, step + 1)
 
 
 class InRound(NamedTuple):

@@ -15,6 +15,7 @@ import optax
 from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.config import Config, RequestError, compute_dtype
+from jaxdist.config.trained import without_form
 from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.mesh import REPLICA, make_mesh, parse_mesh
 from jaxdist.mesh.split import Split
@@ -36,7 +37,7 @@ from jaxdist.training.forward.pipedream_step import PipeDreamStep
 from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Forward, Step
 from jaxdist.training.task_images import ImageTask
-from jaxdist.training.task_text import TextTask
+from jaxdist.training.task_text import PreferenceTask, TextTask
 from jaxdist.training.validation import HeldOutPart, joined
 
 STEPS: dict[type[Crossing], type[Step]] = {Delayed: DelayedStep, Outer: LocalStep}
@@ -103,11 +104,24 @@ class Run:
         if isinstance(self.model, Foreign):
             self.task = ImageTask(split, self.model, self.mesh, self.layout)
         else:
-            self.task = TextTask(split, self.model, self.mesh, self.layout)
+            kind = PreferenceTask if config.train.learns_pairs else TextTask
+            self.task = kind(split, self.model, self.mesh, self.layout)
         # Last, because it needs the shapes of the parameters.
         problem = communication.compression_that_costs(self.sharded)
         if problem:
             raise RequestError(problem)
+
+    @cached_property
+    def as_read(self) -> Run:
+        """The run whose parameters are those in files, on the same mesh: this one, or one without quantized weights."""
+        config = self.config
+        if not config.model.stored_form:
+            return self
+        model = without_form(config.model)
+        run = Run(config.model_copy(update={"model": model}), self.dry, batch=False, mesh=self.mesh)
+        # Nothing asks for its schedule, which could depend on data.
+        run.steps = 1
+        return run
 
     def open_data(self) -> tuple[int, int]:
         """Read, and at the first use tokenize, the data; return (rows, steps). Raises `RequestError` if it is wrong."""
@@ -211,8 +225,8 @@ class Run:
         """Return the mean loss in nats, and further means by name, over the held-out part.
 
         Only about as many global batches are used, where `batches` is not 0 (`Task.validation_parts`). The result also
-        has the number of `batches`, and of `tokens` or `images`, and of several sources the loss of each. It is None if
-        `enough()`, which is asked before each batch, is true.
+        has the number of `batches`, and of `tokens`, `pairs` or `images`, and of several sources the loss of each. It
+        is None if `enough()`, which is asked before each batch, is true.
         """
         return self.measure_parts(params, variables, self.task.validation_parts(batches), enough)
 
@@ -232,7 +246,7 @@ class Run:
             if not part.name:
                 return found
             results.append(found)
-        return joined(parts, results, f"{self.task.unit}s")
+        return joined(parts, results, f"{self.task.loss_unit}s")
 
     def measure(
         self,
@@ -245,7 +259,7 @@ class Run:
         found = self.engine.measure(params, variables, batches, enough)
         if found is None:
             return None
-        return {**found.values, "batches": found.batches, f"{self.task.unit}s": found.divisor}
+        return {**found.values, "batches": found.batches, f"{self.task.loss_unit}s": found.divisor}
 
 
 def without_data(config: Config, devices: Sequence[jax.Device], sites: int = 1) -> Run:

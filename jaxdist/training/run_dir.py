@@ -13,11 +13,11 @@ import secrets
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
@@ -171,13 +171,15 @@ class RunFolder:
                 ) from error
             yield lock
 
-    def data_begun(self) -> str | None:
-        """Return the fingerprint of the data that the run here began with; None where no step tells it."""
+    def newest_facts(self) -> dict[str, Any]:
+        """Return the facts of the newest step that can be read, such as its data; nothing where there is none."""
         for folder in self.step_dirs():
             for step in reversed(folder.steps()):
                 with suppress(*WRONG_CONTENT):
-                    return str(folder.facts(step)["data"])
-        return None
+                    facts = folder.facts(step)
+                    if "data" in facts:
+                        return facts
+        return {}
 
     def load_tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the run. Raises `RequestError` if its data came as tokens."""
@@ -218,10 +220,14 @@ class RunFolder:
         # These choices hold for one start only.
         once = {"resume": "auto", "data.changed": False}
         write_whole(self.config, to_toml(as_asked(config).with_knobs(once)))
-        write_whole(self.environment, json.dumps(environment(devices, more), indent=2) + "\n")
+        self.write_environment(devices, more)
         if tokenizer is not None:
             write_whole(self.tokenizer, tokenizer)
             self._write_special_tokens(tokenizer, special)
+
+    def write_environment(self, devices: list[str], more: Mapping[str, object]) -> None:
+        """Write versions, code and machine, of which `more` are entries."""
+        write_whole(self.environment, json.dumps(environment(devices, more), indent=2) + "\n")
 
     def _write_special_tokens(self, tokenizer: str, special: SpecialTokens | None) -> None:
         """Write what the tokenizer alone does not say, if anything."""
@@ -231,14 +237,13 @@ class RunFolder:
         else:
             write_whole(self.special_tokens, special_tokens.to_json(special))
 
-    def cut_metrics(self, step: int, config: Config) -> list[str]:
-        """Leave each step up to `step` once in metrics.jsonl; call it before `write`. `config` holds from now on.
+    def cut_metrics(self, step: int, intervals: Sequence[int]) -> list[str]:
+        """Leave each step up to `step` once in metrics.jsonl; `intervals` are steps between lines, before and now.
 
         Returns sentences about lines that are damaged or missing. Raises `RequestError` where it cannot be written.
         """
-        before = self.own_config() if self.config.exists() else config
         try:
-            return history.cut(self.metrics, step, [history.interval(one) for one in (before, config)])
+            return history.cut(self.metrics, step, intervals)
         except OSError as error:
             raise RequestError(
                 f"{self.metrics} cannot be read and written ({error.strerror or error}); make it so, or move it away"

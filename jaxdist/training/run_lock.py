@@ -239,12 +239,12 @@ class RunLock:
 
     def _busy(self, holder: Holder | None) -> Busy:
         if holder is None:
-            return Busy(f"run folder {self.folder} is in use by another process; wait, or name another --run-dir")
+            return Busy(f"run folder {self.folder} is in use by another process; wait, or name another run folder")
         host = _shown(holder.host)
         job = f"Slurm job {_shown(holder.job)}" if holder.job else "no Slurm job"
         return Busy(
             f"run folder {self.folder} is in use by process {holder.pid} on {host} ({job}); wait for it, or name "
-            f"another --run-dir"
+            f"another run folder"
         )
 
 

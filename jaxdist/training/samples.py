@@ -40,11 +40,15 @@ class Samples:
         self.tokenizer = load_tokenizer(text)
         special = run.task.special_tokens or SpecialTokens()
         self.stops = special.stops
-        encoded = [ids_of(self.tokenizer, prompt) for prompt in self.prompts]
-        own = sum(special.has_own(ids) for ids in encoded)
-        self.note = special.own_note(self.tokenizer, own, "prompt") if own else None
+        self.note: str | None = None
         """A sentence about how prompts were read, if there is one to tell."""
-        self.ids = [special.around(ids) for ids in encoded]
+        if run.task.asks:
+            self.ids = [self._asked(prompt, run.task.asks) for prompt in self.prompts]
+        else:
+            encoded = [ids_of(self.tokenizer, prompt) for prompt in self.prompts]
+            own = sum(special.has_own(ids) for ids in encoded)
+            self.note = special.own_note(self.tokenizer, own, "prompt") if own else None
+            self.ids = [special.around(ids) for ids in encoded]
         sequence = run.config.model.sequence
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
             if len(ids) >= sequence:
@@ -54,6 +58,15 @@ class Samples:
                 )
         # Now, and not at the first sample, up to which the run would have trained in vain.
         check_fits(run, len(self.ids), run.predicted_memory.arguments)
+
+    def _asked(self, prompt: str, asks: Callable[[str], str]) -> list[int]:
+        """Return a prompt as the model is asked in the conversations that it learns from."""
+        try:
+            return ids_of(self.tokenizer, asks(prompt))
+        except ValueError as error:
+            raise RequestError(
+                f"sample.prompts has {prompt[:40]!r}, which the chat template does not take: {error}; write another"
+            ) from error
 
     def due(self, steps: range) -> bool:
         """Return whether to write after the round of `steps`."""

@@ -28,8 +28,30 @@ def log_probabilities(
 ) -> Float[np.ndarray, " n"]:
     """Return for each row the sum of the log probabilities of its labels, in nats; call under `jax.set_mesh`.
 
-    Rows are taken in batches of the size of a micro-batch, which fit where training fits. The result is the same in
-    all processes. `note` is called before each batch, as a sign of life.
+    The result is the same in all processes. `note` is called before each batch, as a sign of life.
+    """
+    length = row_length(run.layout, run.config.model.sequence, rows.longest)
+
+    def read(index: Int[np.ndarray, " b"]) -> dict[str, np.ndarray]:
+        """Return the rows with these numbers; where the number is -1, no label counts."""
+        labels = np.where(index[:, None] >= 0, rows.labels[index], np.int32(IGNORED))
+        return {"tokens": rows.tokens[index][:, :length], "labels": labels[:, :length]}
+
+    return of_rows(run, params, len(rows.tokens), length, read, note)
+
+
+def of_rows(
+    run: Run,
+    params: Params,
+    count: int,
+    length: int,
+    read: Callable[[Int[np.ndarray, " b"]], dict[str, np.ndarray]],
+    note: Callable[[], None] = lambda: None,
+    apart: bool = False,
+) -> Float[np.ndarray, " n"]:
+    """Return what `log_probabilities` does of `count` rows of `length` tokens; `read` returns those of some numbers.
+
+    Rows are taken in batches of the size of a micro-batch, which fit where training fits. `apart`: rows have `starts`.
     """
     forward = run.forward
     layout = run.layout
@@ -40,21 +62,14 @@ def log_probabilities(
         # Whole on every device, so that every process can read it.
         return reshard(forward.row_losses(forward.weights(params), batch), layout.spec((None, None)))
 
-    length = row_length(layout, run.config.model.sequence, rows.longest)
-    batch = rows_per_batch(run, len(rows.tokens))
-    abstract = abstract_batch(batch, length, BatchLayout(1, run.mesh, layout))
-
-    def read(index: Int[np.ndarray, " b"]) -> dict[str, np.ndarray]:
-        """Return the rows with these numbers; where the number is -1, no label counts."""
-        labels = np.where(index[:, None] >= 0, rows.labels[index], np.int32(IGNORED))
-        return {"tokens": rows.tokens[index][:, :length], "labels": labels[:, :length]}
-
+    batch = rows_per_batch(run, count)
+    abstract = abstract_batch(batch, length, BatchLayout(1, run.mesh, layout), apart)
     found = []
-    for index in held_out_rows(len(rows.tokens), batch, 0):
+    for index in held_out_rows(count, batch, 0):
         note()
         of_rows = losses(params, ordered_batch(index, abstract, layout, read))
         found.append(-np.asarray(of_rows, np.float64)[0])
-    return np.concatenate(found)[: len(rows.tokens)]
+    return np.concatenate(found)[:count]
 
 
 def row_length(layout: Layout, sequence: int, longest: int) -> int:

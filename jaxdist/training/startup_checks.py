@@ -38,7 +38,7 @@ def check_attention(run: Run) -> str:
             raise RequestError(
                 f"cuDNN's attention is wrong on this {device.device_kind}: {one.what} is off by {one.error:.2g} of its "
                 f"largest value, where {run.dtype.name} explains {one.bound:.2g}; install another cuDNN or driver, or "
-                f"train with --precision float32, which does without it"
+                f"train with --model.attention blocks, which does without it"
             )
     worst = max(one.error for one in found)
     return f"cuDNN's attention and its gradients are off by {worst:.2g} of their largest value from plain float32"

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.data.batches import AbstractBatch
+from jaxdist.training.engine import Engine
 from jaxdist.training.forward.step import Batch, Metrics, TrainState
-from jaxdist.training.run import Run
 
 
 class StepRunner:
@@ -24,16 +24,20 @@ class StepRunner:
     program: jax.stages.Compiled
     """The step; `compile` makes it."""
 
-    def __init__(self, run: Run, first: int, report: Callable[[int, Metrics], None]):
-        """`first` is the step that the run resumes from; `report` gets (step, metrics)."""
-        self._run = run
-        self._late = run.step.late
+    def __init__(self, engine: Engine, batch: AbstractBatch, first: int, report: Callable[[int, Metrics], None]):
+        """`batch` is what the step is compiled for; `first` the step that the run resumes from.
+
+        `report` gets (step, metrics).
+        """
+        self._engine = engine
+        self._batch = batch
+        self._late = engine.step.late
         self._drained_at = first
         self._report = report
 
     def compile(self) -> None:
         """Compile the step."""
-        self.program = self._run.compile()
+        self.program = self._engine.compile(self._engine.lower(self._batch))
 
     def take(self, step: int, state: TrainState, batch: Batch) -> TrainState:
         """Give the batch of `step` to the program, and report the step that ends with it."""
@@ -45,12 +49,11 @@ class StepRunner:
         return state
 
     def _call(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        step = self._run.step
-        rule = step.crossing
+        rule = self._engine.step.crossing
         if not rule.has_rest(state.crossing):
             return self.program(state, batch)
         # In a program of its own, which no later step needs. A step that is skipped leaves the rest as it is.
-        state, metrics = self._run.engine.train(state, batch)
+        state, metrics = self._engine.train(state, batch)
         if int(metrics.skipped_in_a_row) == 0:
             state = state._replace(crossing=rule.without_rest(state.crossing))
         return state, metrics
@@ -60,7 +63,7 @@ class StepRunner:
         if self._drained_at < step:
             # Batches without a label push the ones in flight through.
             for late in range(1, self._late + 1):
-                state = self.take(step + late, state, without_labels(self._run.batch()))
+                state = self.take(step + late, state, without_labels(self._batch))
             self._drained_at = step
         return state
 

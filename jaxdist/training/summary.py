@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from shutil import get_terminal_size
 from textwrap import wrap
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 import numpy as np
@@ -17,10 +17,12 @@ import numpy as np
 from jaxdist import __version__
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.runtime import host_lines, notes
+from jaxdist.config import ModelConfig
 from jaxdist.mesh import REPLICA, axes_across, describe
 from jaxdist.output.units import counted, size
 from jaxdist.planning import (
     communication,
+    exposure,
     layout_notes,
     memory,
     model_report,
@@ -28,12 +30,11 @@ from jaxdist.planning import (
     remedies,
 )
 from jaxdist.planning.clusters import cluster
-from jaxdist.planning.hardware import GPUS, Gpu, that_hold
-from jaxdist.planning.timing import flops_formula
+from jaxdist.planning.hardware import GPUS, Gpu, of_kind, that_hold
 from jaxdist.planning.transfer_time import merge_calls, seconds, warning
 from jaxdist.process.gpu_memory import gpu_share
 from jaxdist.request import Enough, unused
-from jaxdist.request.unused import Known
+from jaxdist.request.conditions import Known
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.startup_checks import attention_call
@@ -77,13 +78,40 @@ def outlook(run: Run) -> list[str]:
     return _lines([*_plan(run, _length(run)), *where, *_layout(run)])
 
 
+def of_library(mesh: jax.sharding.Mesh, about: str, compiler_options: dict[str, Any], rows: Sequence[Row]) -> list[str]:
+    """Return the lines for what `parallelize` returned, of which `about` says a sentence; `rows` end them."""
+    device = mesh.devices.flat[0]
+    found = [("versions", _versions()), ("devices", f"{mesh.size} x {device.device_kind} ({device.platform})")]
+    if jax.process_count() > 1:
+        found += [("", line) for line in host_lines(mesh)]
+    flags = xla_options.summary_line(device.platform, compiler_options)
+    if flags:
+        found.append(("compiler", flags))
+    return _lines([*found, ("trainer", about), *rows])
+
+
 def afterwards(run: Run, folder: RunFolder) -> list[str]:
     """Return the last lines of a run: where its losses are drawn, and which commands read its folder."""
     name = shlex.quote(str(folder.path))
     commands = [f"python -m jaxdist.evaluate {name}"]
     if not run.config.model.images:
-        commands.insert(0, f"python -m jaxdist.generate {name} --prompt TEXT")
-    return _lines([("losses", str(folder.plot)), ("next", "; ".join(commands))])
+        chat = " --chat" if run.task.asks else ""
+        commands.insert(0, f"python -m jaxdist.generate {name}{chat} --prompt TEXT")
+    return _lines([("losses", str(folder.plot)), ("next", "; ".join(commands)), *_elsewhere(run, name)])
+
+
+def _elsewhere(run: Run, name: str) -> list[Row]:
+    """Return the rows for weights that began elsewhere, or that answer: they are judged, and used by other programs.
+
+    `name` is that of the run's folder, quoted for a shell.
+    """
+    config = run.config
+    if config.model.images or not (config.init_from or run.task.asks):
+        return []
+    export = f"python -m jaxdist.checkpoints {name} --export {name}"
+    exports = [f"{export}-merged/", f"{export}-adapters/ --adapter"] if config.model.frozen else [f"{export}-weights/"]
+    questions = f"python -m jaxdist.evaluate {name} --choices QUESTIONS.jsonl"
+    return [("export", "; ".join(exports)), ("judge", questions)]
 
 
 def _length(run: Run) -> str:
@@ -128,7 +156,7 @@ def _machine(run: Run) -> list[Row]:
     if isinstance(device, Gpu):
         devices += ", not here"
     rows = [
-        ("versions", f"jaxdist {__version__}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"),
+        ("versions", _versions()),
         ("devices", devices),
         *_places(run),
     ]
@@ -136,6 +164,10 @@ def _machine(run: Run) -> list[Row]:
     if flags:
         rows.append(("compiler", flags))
     return rows
+
+
+def _versions() -> str:
+    return f"jaxdist {__version__}, jax {version('jax')}, flax {version('flax')}, optax {version('optax')}"
 
 
 def _training(run: Run, length: str) -> list[Row]:
@@ -148,7 +180,7 @@ def _training(run: Run, length: str) -> list[Row]:
         *run.split.crossing_traits.rows(config),
     ]
     if run.task.flops:
-        rows.append(("arithmetic", f"{run.task.flops:,} FLOPs per token = {flops_formula(config.model)}"))
+        rows.append(("arithmetic", f"{run.task.flops:,} FLOPs per token = {run.task.flops_formula}"))
     return rows
 
 
@@ -174,7 +206,18 @@ def _kernel(run: Run) -> Row:
         return "statistics", STATISTICS
     # One for each kind of layer.
     windows = dict.fromkeys(kind.window for kind in config.model.kinds)
-    return "attention", "; ".join(attention_call(run, window).form for window in windows)
+    forms = [attention_call(run, window).form for window in windows]
+    return "attention", "; ".join([*forms, *chosen_factors(config.model)])
+
+
+def chosen_factors(model: ModelConfig) -> list[str]:
+    """Return which factors of LongRoPE rows of this length get, in a list that is empty for other models."""
+    rope = model.rope
+    if not model.traits.rotary or rope.kind != "longrope":
+        return []
+    which = "long" if rope.is_long(model.sequence) else "short"
+    compared = "more than" if which == "long" else "at most"
+    return [f"LongRoPE's {which} factors, since rows have {compared} {rope.original:,} tokens"]
 
 
 def _places(run: Run) -> list[Row]:
@@ -251,11 +294,18 @@ def _too_small(run: Run, held: memory.Memory, room: float) -> str:
     return f"{size(held.total)} predicted may not fit into {size(room)}; {advice}"
 
 
+def _overlaps_nothing(run: Run) -> list[str]:
+    """Return that the step is too large for XLA to overlap what it sends, if it is."""
+    note = exposure.note(run.split, run.predicted_memory.total, of_kind(run.device.device_kind))
+    return [note] if note else []
+
+
 def _layout(run: Run) -> list[Row]:
     """Return where every parameter lies, and what could not be sharded as requested."""
     parameters = run.sharded.parameters
     notes = [
         *layout_notes.notes(run.sharded),
+        *_overlaps_nothing(run),
         *_no_stages(run),
         *unused.notes(run.config, _known(run)),
     ]

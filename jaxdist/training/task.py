@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,9 @@ class Task(ABC, Generic[ModelT]):
     """A kind of data and its loss. Nothing is read before `data` is asked for: a dry run reads none."""
 
     unit: str
-    """What losses and speeds are given per."""
+    """What speeds are given per, and losses unless `counted` says something else."""
+    counted = ""
+    """What a loss is a mean over, where that is not what speeds are given per."""
     baseline_name: str
     kept = ""
     """What a run's own data contribute when others are used, as the end of a sentence; see `keep`."""
@@ -51,6 +53,11 @@ class Task(ABC, Generic[ModelT]):
         """Gets reports on how far the data are read."""
 
     @property
+    def loss_unit(self) -> str:
+        """What losses are given per."""
+        return self.counted or self.unit
+
+    @property
     def units(self) -> int:
         """Units in a row."""
         return 1
@@ -66,6 +73,11 @@ class Task(ABC, Generic[ModelT]):
         return None
 
     @property
+    def flops_formula(self) -> str:
+        """What `flops` counts; empty where they are not counted."""
+        return ""
+
+    @property
     def tokenizer(self) -> str | None:
         """The tokenizer as JSON, where there is one."""
         return None
@@ -73,6 +85,11 @@ class Task(ABC, Generic[ModelT]):
     @property
     def special_tokens(self) -> SpecialTokens | None:
         """The tokens that delimit documents, where there is a tokenizer."""
+        return None
+
+    @property
+    def asks(self) -> Callable[[str], str] | None:
+        """What writes a user's text as a prompt that the model answers; None where it continues texts."""
         return None
 
     @abstractmethod
@@ -158,13 +175,32 @@ class Task(ABC, Generic[ModelT]):
         """A hash of the data, by which a resumed run recognizes them."""
         return self.data.fingerprint
 
+    def is_of(self, fingerprint: str) -> bool:
+        """Return whether data of this fingerprint are these."""
+        return fingerprint == self.fingerprint
+
+    def ask(self, facts: Mapping[str, Any]) -> None:
+        """Find out about the data what every process asks later, the facts of a checkpoint among it; {} for none.
+
+        What is read for it is read once: the leader does this first, and the others know what it has found.
+        """
+        self.baseline()
+        if "data" in facts:
+            self.is_of(facts["data"])
+
+    def check_files(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Raise `RequestError` for files that cannot be those of the run in a folder, from the facts of a checkpoint.
+
+        It reads little of them, before all is read and tokenized.
+        """
+
     def go_on(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Go on with the run in a folder, from a checkpoint with these facts.
 
         Raises `RequestError` if it was trained on other data.
         """
         there = facts["data"]
-        if there != self.fingerprint:
+        if not self.is_of(there):
             raise RequestError(
                 f"the training data is not what the run in {folder} has seen so far (fingerprint "
                 f"{self.fingerprint[:12]} here, {there[:12]} there); put it back, or name another --run-dir"

@@ -17,8 +17,8 @@ from jaxdist.models import images
 from jaxdist.models.foreign import Foreign
 from jaxdist.output.units import counted
 from jaxdist.parallel.placing import ZeroOptions
-from jaxdist.training.forward.base import count_labels
 from jaxdist.training.forward.module import ModuleForward, Scope
+from jaxdist.training.forward.objective import count_labels
 from jaxdist.training.task import Task
 
 CROP = 8

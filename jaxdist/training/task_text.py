@@ -1,35 +1,47 @@
-"""Text: a decoder learns the next token."""
+"""Text: a decoder learns the next token, or which of two answers is better."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
-from jaxdist.config import DataConfig
+from jaxdist.config import DataConfig, RequestError
 from jaxdist.data.batches import AbstractBatch, Batch, BatchLayout, abstract_batch, ordered_batch, token_batch
-from jaxdist.data.corpus import Corpus, open_corpus
+from jaxdist.data.corpus import Corpus, open_corpus, sampled_files
 from jaxdist.data.held_out import HeldOut
 from jaxdist.data.mixing.mixed_rows import MixedRows
 from jaxdist.data.mixing.mixture import Mixture
 from jaxdist.data.mixing.usage import largest, usages_of, warnings_of
-from jaxdist.data.order import held_out_rows
+from jaxdist.data.order import global_rows, held_out_rows
+from jaxdist.data.row_use import together
+from jaxdist.data.rows import TokenRows
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.parallel.placing import ZeroOptions
-from jaxdist.planning.timing import flops_per_token
+from jaxdist.planning.timing import flops_formula, flops_of_step
 from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
+from jaxdist.training.forward.objective import REFERENCE
 from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.mixture_record import MixtureRecord, asked_by, described
 from jaxdist.training.task import Task
 from jaxdist.training.validation import HeldOutPart
+
+Reference = dict[str, Float[np.ndarray, " rows"]]
+"""The log-probabilities of all rows under the reference model, in nats: of "train" and of "validation"."""
+
+FILES = "files"
+"""The key in the facts of a checkpoint: a hash of sizes and samples of the files of each source."""
 
 
 class TextTask(Task[Model]):
@@ -39,6 +51,8 @@ class TextTask(Task[Model]):
     kept = "; the run's tokenizer is used"
     baseline_name = "unigram entropy"
     lower = "train.global_batch_size or model.sequence"
+    pairs = False
+    """Whether rows are pairs of a better and a worse answer."""
 
     def forward(self, dtype: DTypeLike) -> DecoderForward | PipelineForward:
         """Return the forward pass, over a pipeline where the mesh has one."""
@@ -63,7 +77,7 @@ class TextTask(Task[Model]):
     def _open(self, data: DataConfig) -> Corpus:
         model = self.config.model
         apart = model.documents_apart
-        return open_corpus(data, model.vocab, model.sequence, apart, self.progress, self.begun)
+        return open_corpus(data, model.vocab, model.sequence, apart, self.progress, self.begun, self.pairs)
 
     @property
     def units(self) -> int:
@@ -73,7 +87,12 @@ class TextTask(Task[Model]):
     @property
     def flops(self) -> int:
         """FLOPs to train on one token."""
-        return flops_per_token(self.config.model)
+        return flops_of_step(self.config)
+
+    @property
+    def flops_formula(self) -> str:
+        """What `flops` counts."""
+        return flops_formula(self.config)
 
     @property
     def tokenizer(self) -> str | None:
@@ -84,6 +103,15 @@ class TextTask(Task[Model]):
     def special_tokens(self) -> SpecialTokens | None:
         """The tokens that delimit documents; None where the data came as tokens."""
         return self.data.special if self.data.tokenizer else None
+
+    def is_of(self, fingerprint: str) -> bool:
+        """Return whether data of this fingerprint are these. Reads all where it is older than reading samples."""
+        return self.data.is_of(fingerprint)
+
+    @property
+    def asks(self) -> Callable[[str], str] | None:
+        """What writes a user's text as the conversations to learn from are written; None where there are none."""
+        return self.data.asks
 
     def available(self) -> tuple[int, str]:
         """Return (number of rows to train on, what they are called)."""
@@ -104,6 +132,24 @@ class TextTask(Task[Model]):
         fingerprints = {name: corpus.fingerprint for name, corpus in self.data.sources.items()}
         return MixtureRecord(asked, asked, rows, fingerprints)
 
+    def ask(self, facts: Mapping[str, Any]) -> None:
+        """Find out about the data what every process asks later, of a mixture about each source."""
+        there = MixtureRecord.of(facts)
+        if self.record is None or there is None:
+            super().ask(facts)
+            return
+        self.baseline()
+        self._as_here(there)
+
+    def check_files(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Raise `RequestError` where sizes or samples of the files differ from those that a checkpoint keeps."""
+        before = facts.get(FILES)
+        if not isinstance(before, dict):
+            return
+        for name, now in sampled_files(self.config.data).items():
+            if before.get(name, now) != now:
+                raise RequestError(_other_files(name, folder))
+
     def go_on(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Go on from a checkpoint with these facts, of a mixture with that mixture or, if allowed, with another."""
         there = MixtureRecord.of(facts)
@@ -113,11 +159,20 @@ class TextTask(Task[Model]):
         assert "mixture" not in self.__dict__, "rows were drawn before"
         batch = self.config.train.global_batch_size
         row = facts["step"] * batch
-        self.record = there.going_on(self.record, row, self.config.data.changed, batch, folder)
+        self.record = self._as_here(there).going_on(self.record, row, self.config.data.changed, batch, folder)
+
+    def _as_here(self, there: MixtureRecord) -> MixtureRecord:
+        """Return the record with the fingerprints that the same sources have here."""
+        same = {
+            name: corpus.fingerprint
+            for name, corpus in self.data.sources.items()
+            if name in there.fingerprints and corpus.is_of(there.fingerprints[name])
+        }
+        return replace(there, fingerprints={**there.fingerprints, **same})
 
     def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the mixture, if there is one."""
-        return self.record.facts() if self.record else {}
+        """Return what a checkpoint keeps of the files, and of the mixture, if there is one."""
+        return {FILES: dict(self.data.files), **(self.record.facts() if self.record else {})}
 
     @cached_property
     def mixture(self) -> Mixture | None:
@@ -155,6 +210,10 @@ class TextTask(Task[Model]):
         usages = usages_of(self.mixture, train.steps * train.global_batch_size)
         # Not one that was left out when the run went on.
         usages = [usage for usage in usages if usage.name in self.data.sources]
+        cut = together((self.data.sources[usage.name].cut, usage.epochs) for usage in usages)
+        if cut:
+            (name, text), *others = lines
+            lines = [(name, f"{text}; {cut}"), *others]
         named = largest(usages)
         lines += [("", f"{self._about_source(usage.name)}: {usage}") for usage in named]
         if len(usages) > len(named):
@@ -205,8 +264,86 @@ class TextTask(Task[Model]):
         Nothing predicts the first token of a source.
         """
         parts = []
+        if any(tokens.marked for tokens in self.data.validation.streams):
+            raise RequestError(
+                f"--stride is {stride}, but the data are conversations, which do not go on in another row; leave it out"
+            )
         for name, tokens in zip(self.held_out_sources(), self.data.validation.streams, strict=True):
             whole = HeldOut(tokens.path, tokens, before=None, bytes=None, fingerprint=self.fingerprint)
             count = whole.rows(self.units, stride)
             parts.append(HeldOutPart(name, count, count, self.batches_of(whole, stride)))
         return parts
+
+
+class PreferenceTask(TextTask):
+    """Batches of pairs of answers, with the log-probabilities of their reference unless each step computes these.
+
+    A pair is two rows, 2i the chosen answer and 2i + 1 the rejected one, and stays so all the way: pairs are drawn in a
+    random order, and their rows lie side by side in the global batch, so that both are in the same micro-batch on the
+    same devices (`training.forward.preferences`).
+    """
+
+    baseline_name = "loss of the reference"
+    counted = "pair"
+    pairs = True
+    reference: Reference | None = None
+    """Once it is known (`training.reference`)."""
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether its log-probabilities are computed once, and are a part of each batch."""
+        return self.config.keeps_reference
+
+    def available(self) -> tuple[int, str]:
+        """Return (number of rows to train on, what they are called)."""
+        return self.data.train.count, f"rows of {self.units} tokens, two of each pair"
+
+    def baseline(self) -> float:
+        """Return log 2, the loss of each pair where the model is the reference."""
+        return math.log(2)
+
+    def rows_after(self, step: int) -> np.ndarray:
+        """Return the numbers of the rows of that step: both of each pair, side by side."""
+        train = self.config.train
+        pairs = global_rows(train.seed, step, train.global_batch_size // 2, self.rows // 2)
+        return (2 * pairs[:, None] + np.arange(2)).ravel()
+
+    def batch(self, rows: np.ndarray, step: int) -> Batch:
+        """Return these rows, which are the same in every step."""
+        return self._batch("train", self.data.train, rows, self.batch_layout)
+
+    def held_out(self, rows: np.ndarray, batch_layout: BatchLayout) -> Batch:
+        """Return these held-out rows; a row of -1 does not count."""
+        return self._batch("validation", self.data.validation, rows, batch_layout)
+
+    def abstract(self, rows: int, batch_layout: BatchLayout) -> AbstractBatch:
+        """Return shapes and shardings of a batch of that many rows."""
+        found = super().abstract(rows, batch_layout)
+        if not self.keeps_reference:
+            return found
+        return found | batch_layout.abstract(rows, {REFERENCE: jax.ShapeDtypeStruct((), np.float32)})
+
+    def _batch(self, part: str, of: TokenRows, rows: Int[np.ndarray, " batch"], batch_layout: BatchLayout) -> Batch:
+        known = None
+        if self.keeps_reference:
+            assert self.reference is not None, "no log-probabilities of the reference"
+            known = self.reference[part]
+
+        def read(numbers: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+            arrays = of.read(numbers)
+            if known is None:
+                return arrays
+            return arrays | {REFERENCE: np.where(numbers < 0, 0, known[numbers]).astype(np.float32)}
+
+        return ordered_batch(rows, self.abstract(rows.size, batch_layout), self.layout, read)
+
+
+def _other_files(name: str, folder: Path) -> str:
+    """Return why a run does not go on with the files of a source; the only one has no name."""
+    seen = f"what the run in {folder} has seen so far: the size or a sample of a file differs"
+    if not name:
+        return f"the training data is not {seen}; put it back, or name another --run-dir"
+    return (
+        f"the data of '{name}' are not {seen}; put them back, or give them another name in data.mixture, with "
+        "--data.changed true"
+    )

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxdist.cluster.consensus import agreed
@@ -19,11 +18,12 @@ from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.files.json_files import is_unicode
 from jaxdist.huggingface.merging import merged
 from jaxdist.huggingface.readable import Readable
-from jaxdist.models import Params, build
+from jaxdist.models import Model, Params, build
 from jaxdist.parallel.partial_trees import joined
-from jaxdist.sharding import name_of
+from jaxdist.sharding import named
 from jaxdist.training.checkpoint.step_dir import BASE_FACT
 from jaxdist.training.forward.step import TrainState
+from jaxdist.weights.quantized_base import Holding, as_held, quantized_dims
 from jaxdist.weights.source import Source, stored_at
 
 if TYPE_CHECKING:
@@ -70,14 +70,19 @@ class Base(NamedTuple):
         return {BASE: {"path": str(self.path), "digest": self.digest}}
 
     def begin(self, run: Run, source: Source, say: Callable[[str], None]) -> TrainState:
-        """Return the state before the first step: new adapters beside the base; call under `jax.set_mesh`."""
-        say(f"weights     from {self.path}, frozen beside new adapters; their digest is {self.digest}")
-        return run.engine.begin_beside(self.read(run))
+        """Return the state before the first step, with the adapters of `source`, or new ones, beside the base.
+
+        Call under `jax.set_mesh`.
+        """
+        trained = source.trained(run)
+        beside = "new adapters" if trained is None else f"the adapters of {run.config.init_from}"
+        say(f"weights     from {self.path}, frozen beside {beside}; their digest is {self.digest}")
+        return run.engine.begin_beside(self.read(run, say), trained)
 
     def resume(self, run: Run, state: TrainState, say: Callable[[str], None]) -> TrainState:
         """Return the `state` of a checkpoint with the base; call under `jax.set_mesh`."""
         say(f"weights     from {self.path}, frozen beside the adapters of step {int(state.step)}")
-        return state._replace(frozen=self.read(run))
+        return state._replace(frozen=self.read(run, say))
 
     def joined(self, run: Run, params: Params) -> Params:
         """Return the base and the adapters of a checkpoint as one tree; call under `jax.set_mesh`."""
@@ -86,15 +91,25 @@ class Base(NamedTuple):
     @contextmanager
     def merged(self, model: ModelConfig, stored: Mapping[str, Readable]) -> Iterator[Mapping[str, Readable]]:
         """Yield the parameters of the base, with the adapters of a checkpoint merged in, unread, on one machine."""
-        dtypes = {
-            name_of(path): np.dtype(leaf.dtype) for path, leaf in jax.tree.leaves_with_path(build(model).abstract)
-        }
-        with stored_at(self.path).arrays(model) as frozen:
+        built = build(model)
+        assert isinstance(built, Model)
+        dtypes = {name: np.dtype(leaf.dtype) for name, leaf in named(built.as_read.abstract).items()}
+        # Quantized weights are rounded to their dtype before that.
+        dtypes |= dict.fromkeys(quantized_dims(model), np.dtype(np.float32))
+        with stored_at(self.path).arrays(model) as arrays:
+            frozen = {name: as_held(model, name, array) for name, array in arrays.items()}
             yield merged(model, frozen, stored, dtypes)
 
-    def read(self, run: Run) -> Params:
-        """Return the frozen parameters, as a checkpoint has them; call under `jax.set_mesh`."""
-        return stored_at(self.path).frozen(run)
+    def read(self, run: Run, say: Callable[[str], None] = lambda line: None) -> Params:
+        """Return the frozen parameters, as a checkpoint has them; call under `jax.set_mesh`.
+
+        `say` hears how far off they are where they are quantized.
+        """
+        holding = Holding(run)
+        frozen = stored_at(self.path).frozen(holding)
+        if report := holding.report():
+            say(f"base        {report}")
+        return frozen
 
 
 def base_of(init_from: Path) -> Base:

@@ -6,18 +6,21 @@ from pathlib import Path
 
 from jaxdist.config import RequestError
 from jaxdist.files import read_toml
-from jaxdist.huggingface.folder import KEPT, is_folder, other_form
+from jaxdist.huggingface.folder import KEPT, base_of_adapters, is_adapters, is_folder, other_form
 
 
 def model_folder(init_from: Path | None, run: Path | None = None) -> Path | None:
     """Return the folder of Hugging Face that gives the model of a request; None where the request itself does.
 
-    Where that folder is there no more, it is what the `run` that began with it keeps of it.
+    Where that folder is there no more, it is what the `run` that began with it keeps of it. Of adapters of PEFT it is
+    that of their base.
     """
     if init_from is None:
         return None
     if run and not init_from.exists() and _began_with(run, init_from) and is_folder(run / KEPT):
         return run / KEPT
+    if is_adapters(init_from):
+        return base_of_adapters(init_from)
     return init_from if is_folder(init_from) else None
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxdist.config import Config, ModelConfig, RequestError
-from jaxdist.huggingface.folder import twofold
+from jaxdist.huggingface.folder import layers_left_out, twofold
 from jaxdist.weights import inheriting
 from jaxdist.weights.named import model_folder
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jaxdist.models import Params
     from jaxdist.training.forward.step import TrainState
     from jaxdist.training.run import Run
+    from jaxdist.weights.quantized_base import Holding
 
 
 class Restored(NamedTuple):
@@ -58,6 +59,13 @@ class Source(ABC):
 
         Data that are already tokens cannot be checked. Raises `RequestError` where the run cannot begin with them.
         """
+
+    def trained(self, run: Run) -> Params | None:
+        """Return the parameters that are trained beside frozen ones; None for new ones.
+
+        Call under `jax.set_mesh`.
+        """
+        return None
 
     @abstractmethod
     def begin(self, run: Run, say: Callable[[str], None]) -> TrainState:
@@ -90,8 +98,11 @@ class Stored(Source):
         """
 
     @abstractmethod
-    def frozen(self, run: Run) -> Params:
-        """Return the parameters that stand frozen beside the adapters of `run`; call under `jax.set_mesh`."""
+    def frozen(self, holding: Holding) -> Params:
+        """Return the parameters that stand frozen beside the adapters of a run, as it holds them.
+
+        Call under `jax.set_mesh`.
+        """
 
     @abstractmethod
     def arrays(self, model: ModelConfig) -> AbstractContextManager[Mapping[str, Readable]]:
@@ -121,9 +132,8 @@ class Pretrained(Stored):
     """A folder of Hugging Face."""
 
     def notes(self) -> list[str]:
-        """Return which weights count, where the folder holds them twice."""
-        note = twofold(self.path)
-        return [note] if note else []
+        """Return which weights count, where the folder holds them twice, and which are left out."""
+        return [note for note in (twofold(self.path), layers_left_out(self.path)) if note]
 
     def kept_files(self) -> dict[str, bytes]:
         """Return the small files of the folder, and what an export must know of it."""
@@ -147,11 +157,11 @@ class Pretrained(Stored):
 
         return self.path, pretrained.digest(self.path)
 
-    def frozen(self, run: Run) -> Params:
+    def frozen(self, holding: Holding) -> Params:
         """Return the parameters of the folder."""
         from jaxdist.weights import pretrained
 
-        return pretrained.parameters(run, self.path, run.engine.abstract_frozen())
+        return pretrained.parameters(holding.run, self.path, holding.to_read, holding.hold)
 
     def arrays(self, model: ModelConfig) -> AbstractContextManager[Mapping[str, Readable]]:
         """Open the tensors of the folder as parameters of `model`."""
@@ -182,6 +192,19 @@ class Pretrained(Stored):
         return inheriting.checked_tokenizer(self.path, named)
 
 
+@dataclass(frozen=True)
+class Peft(Pretrained):
+    """Adapters of PEFT, and as `path` the folder of their base."""
+
+    adapters: Path
+
+    def trained(self, run: Run) -> Params | None:
+        """Return these adapters."""
+        from jaxdist.weights import pretrained
+
+        return pretrained.adapters(run, self.adapters)
+
+
 class Step(Stored):
     """A run, of which the latest step counts, or one step in its folder."""
 
@@ -201,11 +224,11 @@ class Step(Stored):
 
         return steps.lasting(self.path)
 
-    def frozen(self, run: Run) -> Params:
+    def frozen(self, holding: Holding) -> Params:
         """Return the parameters of the step."""
         from jaxdist.weights import steps
 
-        return steps.frozen(run, self.path)
+        return steps.frozen(holding, self.path)
 
     def arrays(self, model: ModelConfig) -> AbstractContextManager[Mapping[str, Readable]]:
         """Open the parameters of the step."""
@@ -241,4 +264,7 @@ def source_of(path: Path | None) -> Source:
 
 def stored_at(path: Path) -> Stored:
     """Return the source that lies, or should lie, at `path`."""
+    base = model_folder(path)
+    if base and base != path:
+        return Peft(base, path)
     return Pretrained(path) if model_folder(path) else Step(path)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jaxdist.config import RequestError
 from jaxdist.huggingface.readable import Readable
 from jaxdist.models import Params
@@ -21,6 +23,7 @@ from jaxdist.weights.inheriting import checkpoint_of
 
 if TYPE_CHECKING:
     from jaxdist.training.run import Run
+    from jaxdist.weights.quantized_base import Holding
 
 
 def begin(run: Run, path: Path, say: Callable[[str], None]) -> TrainState:
@@ -63,13 +66,13 @@ def lasting(path: Path) -> tuple[Path, str]:
     return step, digest_of(lambda: _checksums(found))
 
 
-def frozen(run: Run, path: Path) -> Params:
-    """Return the parameters of a step, frozen beside the adapters of `run`."""
+def frozen(holding: Holding, path: Path) -> Params:
+    """Return the parameters of a step, frozen beside the adapters of a run, as it holds them."""
     folder, which = checkpoint_of(path)
     with Checkpoints(folder.path, keep=None) as checkpoints:
-        params, _ = checkpoints.restore_params(run.engine.abstract_frozen(), {}, checkpoints.find(which))
+        params, _ = checkpoints.restore_params(holding.to_read, {}, checkpoints.find(which))
     check_loaded(params, f"the base {path}", "name another step as --init-from, in a new run")
-    return params
+    return jax.tree.map_with_path(holding.hold, params)
 
 
 @contextmanager

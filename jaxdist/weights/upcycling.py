@@ -22,7 +22,7 @@ from jaxdist.sharding import on_devices
 if TYPE_CHECKING:
     from jaxdist.training.run import Run
 
-COPIED = ("gate_up", "down")
+COPIED = ("gate_up", "gate_up_bias", "down", "down_bias")
 """The parameters of an MLP, of which each expert gets a copy."""
 
 
@@ -56,7 +56,7 @@ class Upcycled(Same):
             params = self.run.step.logical(self.run.engine.traced_init()).params
             experts = params["blocks"]["mlp"]
             # Any function of the dim of experts that drops it: nothing is computed.
-            mlp = {name: jnp.max(experts[name], 1) for name in COPIED}
+            mlp = {name: jnp.max(experts[name], 1) for name in COPIED if name in experts}
             return _with_mlp(params, mlp)
 
         return on_devices(without_experts, self.run.mesh)
@@ -67,7 +67,8 @@ class Upcycled(Same):
         def with_experts(dense: Params) -> Params:
             # Of the new parameters, the compiler makes those that are used.
             experts = self.run.step.logical(self.run.engine.traced_init()).params["blocks"]["mlp"]
-            copies = {name: _copies(dense["blocks"]["mlp"][name], like=experts[name]) for name in COPIED}
+            theirs = dense["blocks"]["mlp"]
+            copies = {name: _copies(theirs[name], like=experts[name]) for name in COPIED if name in experts}
             mlp = {**experts, **copies}
             if "shared_down" in mlp:
                 mlp["shared_down"] = jnp.zeros_like(mlp["shared_down"])

@@ -3,8 +3,10 @@ the file that it writes is a cluster. No speeds."""
 
 import io
 import json
+import re
 import sys
 from contextlib import redirect_stdout
+from functools import partial
 from math import ceil
 from types import SimpleNamespace
 
@@ -17,11 +19,11 @@ from jaxdist.bench import calibration, collectives
 from jaxdist.bench.fitting import cluster_of, fit
 from jaxdist.doctor.devices import numbered, on_each, rows
 from jaxdist.mesh import DATA, MODEL, make_mesh, parse_mesh
-from jaxdist.planning import target
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.collective_time import START, Group, algorithms
-from jaxdist.planning.cross_compile import compile_apart
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
+from jaxdist.programs import target
+from jaxdist.programs.cross_compile import compile_apart
 from jaxdist.request import outcome
 from tests.faults.jobs import ends, job, meeting, told
 
@@ -130,6 +132,25 @@ def test_on_gpus_the_products_stand_beside_the_all_reduce():
     assert '"n":"16"' in text
 
 
+def straight(body, shapes, dtype, devices):
+    """A program of sixteen times `body`, lowered for one of `devices`."""
+    mesh = make_mesh(parse_mesh("1x1x1"), devices[:1])
+    given = [jax.ShapeDtypeStruct((1, *shape), dtype, sharding=rows(mesh)) for shape in shapes]
+    return on_each(mesh, calibration.in_a_line(body, 16)).lower(*given)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
+def test_on_gpus_a_rate_is_that_of_products_or_of_copies_alone():
+    """In a loop, each product was followed by a copy of its result."""
+    factors = ((2048, 2048), (2048, 2048))
+    products = compile_apart(partial(straight, calibration._matmul, factors, "bfloat16"), "h100", 1).text
+    made = len(re.findall(r" bf16\[\S* dot\(", products)) + products.count("__cublas$")
+    assert (made, products.count(" copy("), products.count(" while(")) == (16, 0, 0)
+    copies = compile_apart(partial(straight, calibration._copied, ((1 << 26,),), "float32"), "h100", 1).text
+    assert (copies.count(" fusion("), copies.count(" copy("), copies.count(" while(")) == (16, 0, 0)
+
+
 def test_an_axis_across_hosts_is_known(monkeypatch):
     """Where the first four devices are on one host and the others on another."""
     mesh = make_mesh(parse_mesh("4x2x1"), jax.devices()[:8])
@@ -141,7 +162,7 @@ def test_an_axis_across_hosts_is_known(monkeypatch):
 def test_rates_count_all_that_is_read_written_multiplied_and_added(monkeypatch):
     """By a clock on which every program takes a quarter of a second."""
     watch = calibration.Watch(make_mesh(parse_mesh("1x1x1"), jax.devices()[:1]), TINY, lambda doing: None)
-    monkeypatch.setattr(watch, "seconds", lambda body, *given: 0.25)
+    monkeypatch.setattr(watch, "straight", lambda body, *given: 0.25)
     assert watch.copy() == 4 * 2 * TINY.copied  # each element is read and written
     assert watch.matmul(16, 32) == {
         "shape": [16, 32, 32],

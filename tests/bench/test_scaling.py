@@ -209,7 +209,8 @@ def test_real_devices_are_not_made_up(monkeypatch):
     ("kind", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "h100-ndr"),
-        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-PCIE-40GB", None),
         ("NVIDIA GH200 120GB", "alps-gh200"),
         ("cpu", None),
     ],

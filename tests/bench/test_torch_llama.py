@@ -64,12 +64,12 @@ def test_in_bfloat16_it_begins_where_it_should_and_learns():
 def test_where_memory_runs_out_rows_are_halved(monkeypatch):
     tried = []
 
-    def measured(asked, rows):
+    def measured(asked, rows, phase):
         tried.append(rows)
         if rows > 2:
             raise torch_llama.torch.OutOfMemoryError("CUDA out of memory")
         return {"rows": rows}
 
     monkeypatch.setattr(torch_llama, "measured", measured)
-    assert torch_llama.fitting(SimpleNamespace(rows=8)) == {"rows": 2}
+    assert torch_llama.fitting(SimpleNamespace(rows=8, attention="any"), print) == {"rows": 2}
     assert tried == [8, 4, 2]

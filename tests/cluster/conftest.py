@@ -68,7 +68,7 @@ def same(text, tmp_path_factory):
     with started(jobs.train(jobs.argv(folder, text, *options))) as running:
         jobs.until(lambda: jobs.step_of(folder) >= FURTHER, running)
         running[0].send_signal(signal.SIGTERM)
-        assert jobs.ends(running, 60) == [85]
+        assert jobs.ends(running, 120) == [85]
     steps = lambda folder: [line for line in lines(folder) if "loss" in line]
     wanted = steps(folder)
 

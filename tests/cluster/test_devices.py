@@ -240,6 +240,18 @@ tell([[d.process_index for d in mesh.devices.flat], len(runtime.host_lines(mesh)
     assert told(program, processes=2, devices=4) == [[[0, 0, 1, 1], 1]] * 2
 
 
+def test_a_cpu_that_is_split_has_threads_to_spare(monkeypatch):
+    """On two cores a loop that reads no metrics, as that of examples/predict.py, once hung in its first steps."""
+    monkeypatch.delenv("NPROC", raising=False)
+    runtime._split_cpu(1)
+    assert "NPROC" not in os.environ
+    runtime._split_cpu(4)
+    assert int(os.environ["NPROC"]) >= 36
+    monkeypatch.setenv("NPROC", "5")
+    runtime._split_cpu(4)
+    assert os.environ["NPROC"] == "5"
+
+
 def test_more_cpu_devices_than_can_compute_are_refused():
     """Their threads wait for each other in each collective: of 999, where generate was tried, for ever."""
     cpu = np.array([SimpleNamespace(platform="cpu")] * 257)

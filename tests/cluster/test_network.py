@@ -45,7 +45,7 @@ def goes_on(running: list[Process], folder, steps: int = 20) -> None:
 def stop(running: list[Process]) -> None:
     for process in running:
         process.send_signal(signal.SIGTERM)
-    assert ends(running, 60) == [85, 85], told(running)
+    assert ends(running, 120) == [85, 85], told(running)
 
 
 @pytest.mark.parametrize("host", ["n0", *exhaustive([("n1",)])])
@@ -64,7 +64,7 @@ def test_a_cut_link_ends_all_in_time_and_the_run_goes_on_without(network, job, t
     with started(jobs.train(words("--mesh=2x1x1", *LONG))) as running:
         until(lambda: step_of(folder) >= kept + 10, running)
         running[0].send_signal(signal.SIGTERM)
-        assert ends(running, 60) == [85]
+        assert ends(running, 120) == [85]
         assert f"step {kept}" in running[0].said()
     same(folder)
 
@@ -106,5 +106,5 @@ def test_resets_on_the_way_to_the_coordinator_end_the_job_or_cost_nothing(networ
         if step_of(folder) >= before + 20:
             stop(running)
         else:
-            assert not {0, 85} & set(ends(running, 60))
+            assert not {0, 85} & set(ends(running, 120))
     same(folder)

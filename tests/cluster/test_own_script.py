@@ -48,7 +48,7 @@ def test_it_is_killed_and_stopped_and_goes_on(tmp_path, expected):
         os.kill(process_1(job), signal.SIGKILL)
         jobs.until(lambda: 35 in losses(job.said()), [job])
         job.send_signal(signal.SIGTERM)
-        assert jobs.ends([job], 60) == [85], job.said()
+        assert jobs.ends([job], 120) == [85], job.said()
         first = job.said()
     assert re.search(r"process 1 was ended by SIGKILL; all are started again from step [123]0\n", first)
     assert first.endswith("jaxdist.launch: stopped by SIGTERM after 1 restart\n")

@@ -229,7 +229,7 @@ def test_processes_keep_programs_together_or_not_at_all(wrong, tmp_path):
         other.chmod(0o770)
     folders = {"": (good, good), "on process 0": (other, good)}.get(wrong, (good, other))
     why = "may be written by others" if wrong.startswith("on") else "is not the same folder on all hosts"
-    found = sorted(told(KEPT, 2, *map(str, folders), devices=2, seconds=60))
+    found = sorted(told(KEPT, 2, *map(str, folders), devices=2))
     assert [kept for _, kept, _ in found] == [None if wrong else str(good)] * 2
     (_, _, said), (_, _, nothing) = found
     assert nothing == []

@@ -4,7 +4,7 @@ import json
 import math
 import re
 
-from jaxdist.planning.hlo_text import Instruction, Program, arrays, called, operands, parse, trips
+from jaxdist.programs.hlo_text import Instruction, Program, arrays, called, operands, parse, trips
 
 CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 IN_LIBRARY = re.compile(r'"lhs_contracting_dimensions":(\[[^\]]*\])')

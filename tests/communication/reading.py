@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from jax.sharding import Mesh
 
-from jaxdist.planning import hlo
+from jaxdist.programs import hlo
 
 
 def collectives(program: str, mesh: Mesh) -> list[hlo.Collective]:

@@ -19,12 +19,12 @@ from jaxdist.planning import (
     pipelines,
     runs,
     stream_traffic,
-    target,
     weight_traffic,
 )
 from jaxdist.planning.compiler_habits import CORRECTIONS, Correction
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.predicted_collectives import Transfer
+from jaxdist.programs import target
 from jaxdist.sharding import Layout
 from tests.communication.steps import config
 from tests.parity import cases
@@ -43,6 +43,8 @@ def changed(model: ModelConfig, **values) -> ModelConfig:
 OUTSIDE = dict(zero=3, micro_batches="outside")
 APART = changed(LLAMA, documents="apart", remat="block")
 
+PAIRS = {"train.objective": "dpo"}
+
 EXAMPLES = {
     "the only layer": config("4x1x1", 4, changed(GPT, layers=1), ParallelConfig(**OUTSIDE)),
     "weights of all groups": config("4x1x1", 4, GPT, ParallelConfig(**OUTSIDE)),
@@ -57,6 +59,8 @@ EXAMPLES = {
     "starts of documents, forward loops": config("context=2", 2, APART, ParallelConfig(context="ulysses")),
     "keys of a ring, all steps": config("context=4", 1, changed(LLAMA, remat="block"), ParallelConfig(context="ring")),
     "keys of a ring, first step": config("context=4", 1, changed(LLAMA, remat="block"), ParallelConfig(context="ring")),
+    "logits of pairs": config("2x2x1", 1, LLAMA).with_knobs(PAIRS),
+    "tokens of a reference": config("2x2x1", 1, changed(LLAMA, lora_rank=4)).with_knobs(PAIRS),
 }
 """Correction -> a step that it changes."""
 

@@ -8,8 +8,8 @@ import pytest
 
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from jaxdist.planning import communication
-from jaxdist.planning.hlo import collectives
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_TO_ALL, PERMUTE
+from jaxdist.programs.hlo import collectives
 from jaxdist.training.run import Run
 from tests.parity import cases
 from tests.tiers import exhaustive, thinned

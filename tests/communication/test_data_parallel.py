@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxdist.planning.hlo import Collective
+from jaxdist.programs.hlo import Collective
 from tests.communication.reading import collectives, summary
 from tests.communication.steps import compiled, lower, mesh_of, parameters
 from tests.parity import cases

@@ -20,6 +20,7 @@ GPT = cases.MODEL.model_copy(update={"lora_rank": 4})
 DEALT = cases.LLAMA.model_copy(update={"lora_rank": 4})
 """Fewer key/value heads than a model axis of 4 or 8 has devices."""
 LLAMA = DEALT.model_copy(update={"tied": False, "kv_heads": 4})
+QUANTIZED = DEALT.model_copy(update={"embed": 128, "lora_base": "nf4"})
 ROUTED = DEALT.model_copy(update=dict(family="moe", experts=8, expert_mlp=32, shared_experts=1))
 SCALARS = 64
 """Loss, norm and counts: elements that any step may add up beside its gradients."""
@@ -37,9 +38,13 @@ ROWS = [
     config("2x2x1", accumulation=2, zero=3, sequence=True),
     pipelines.config("2x1x2", zero=3, **STAGES),
     config("2x2x1", ROUTED, zero=1, sequence=True),
+    config("2x4x1", QUANTIZED, zero=3, sequence=True),
 ]
 
 OTHERS = [
+    config("replica=2,data=2,model=2", QUANTIZED, accumulation=2, zero=1),
+    config("8x1x1", GPT.model_copy(update={"lora_base": "int8"}), zero=2),
+    pipelines.config("2x1x2", zero=3, lora_base="int8", **STAGES),
     config("4x1x1", GPT, zero=1),
     config("4x1x1", DEALT, accumulation=2, zero=2),
     config("1x8x1", DEALT, zero=0),
@@ -91,7 +96,8 @@ def test_elements_of_a_step_with_adapters_are_those_of_the_program(asked):
     predicted = Counter()
     for transfer in communication.predict(run.sharded):
         predicted[transfer.kind, transfer.axes] += transfer.elements
-        assert transfer.payload_bytes == 4 * transfer.elements
+        if asked.model.lora_base == "float32":
+            assert transfer.payload_bytes == 4 * transfer.elements
     assert +moved == predicted
 
 
@@ -131,3 +137,25 @@ def test_only_gradients_of_adapters_are_summed_over_data():
     moved = {key: elements for key, (_, elements) in found.items() if elements > SCALARS}
     data = ("data",)
     assert moved == {("all-gather", data): 2 * layers + tables, ("reduce-scatter", data): adapters}
+
+
+@pytest.mark.slow
+def test_a_quantized_base_is_gathered_as_it_is_held():
+    """In bytes: codes are not widened before they move, and the weight that they make is gathered by nobody."""
+    run, program = compiled(ROWS[-1])
+    widths = {"u8": 1, "s8": 1, "f32": 4}
+    moved, in_codes = Counter(), Counter()
+    for one in collectives(program.as_text(), run.mesh):
+        if one.kind != "all-gather":
+            continue
+        for dtype, elements in one.sizes:
+            moved[one.axes] += widths[dtype] * elements * one.count
+            in_codes[one.axes] += (dtype == "u8") * elements * one.count
+    predicted = Counter()
+    for transfer in communication.predict(run.sharded):
+        if transfer.kind == "all-gather":
+            predicted[transfer.axes] += transfer.payload_bytes
+    assert moved == predicted
+    codes = sum(p.use for p in run.sharded.parameters if p.stored == 1)
+    assert codes > 0.9 * sum(p.use for p in run.sharded.parameters if p.stacked and not p.trained)
+    assert in_codes["data",] == 2 * codes

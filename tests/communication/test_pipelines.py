@@ -9,8 +9,8 @@ import pytest
 from jaxdist.config import Config
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.planning import communication
-from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.planning.predicted_collectives import PERMUTE
+from jaxdist.programs.hlo import Collective, collectives
 from jaxdist.training.run import Run
 from tests.planning.pipelines import config
 from tests.tiers import exhaustive, thinned

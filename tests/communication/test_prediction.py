@@ -15,6 +15,22 @@ GPT, LLAMA = cases.MODEL, cases.LLAMA
 UNTIED = LLAMA.model_copy(update={"tied": False, "kv_heads": 4})
 QWEN = LLAMA.model_copy(update={"head_dim": 8, "qkv_bias": True, "qk_norm": "head", "window": 5})
 OLMO = QWEN.model_copy(update={"qk_norm": "full"})
+AFTER = OLMO.model_copy(update={"layers": 4, "norms": "after", "period": "sliding,full-nope", "sliding_theta": 100.0})
+BRANCHES = LLAMA.model_copy(
+    update={
+        "norm": "layer",
+        "residual": "parallel",
+        "gate": "off",
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+    }
+)
+LEARNED = QWEN.model_copy(update={"norms": "both", "activation": "xielu", "gate": "off", "mlp_bias": True})
+GEMMA = QWEN.model_copy(
+    update=dict(family="gemma", layers=4, norms="both", period="sliding,full", sliding_theta=10.0)
+    | dict(attention_cap=2.0, logit_cap=3.0)
+)
 LONG = GPT.model_copy(update={"positions": 24})
 """More learned positions than a row has tokens."""
 BLOCK, APART = {"remat": "block"}, {"documents": "apart"}
@@ -43,6 +59,10 @@ ROWS = [
     ("2x4x1", 4, QWEN, dict(zero=3, sequence=True)),
     ("2x4x1", 4, OLMO.model_copy(update=BLOCK), dict(zero=1, sequence=True)),
     ("2x2x1", 1, LONG, dict(zero=3, sequence=True)),
+    ("1x4x1", 1, BRANCHES.model_copy(update=BLOCK), dict(zero=0)),
+    ("2x2x1", 1, AFTER.model_copy(update=BLOCK), dict(zero=1, sequence=True)),
+    ("2x2x1", 1, LEARNED, dict(zero=3)),
+    ("2x2x1", 1, GEMMA, dict(zero=3, sequence=True)),
 ]
 
 OTHERS = [

@@ -7,10 +7,10 @@ import pytest
 
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.explain import explain
-from jaxdist.planning import target
 from jaxdist.planning.compared import PACKED
-from jaxdist.planning.overlap import by_axes
 from jaxdist.planning.report import Report
+from jaxdist.programs import target
+from jaxdist.programs.overlap import by_axes
 from jaxdist.request import load
 from tests.memory.test_target import llama_1b
 from tests.tiers import exhaustive

@@ -5,8 +5,9 @@ from functools import cache
 import pytest
 
 from jaxdist.explain import explain
-from jaxdist.planning import report_text, target
+from jaxdist.planning import report_text
 from jaxdist.planning.report import Report
+from jaxdist.programs import target
 from jaxdist.request import load
 
 pytestmark = [

@@ -7,9 +7,9 @@ import pytest
 
 from jaxdist.config import Config
 from jaxdist.explain import explain
-from jaxdist.planning import target
 from jaxdist.planning.compared import PACKED
 from jaxdist.planning.report import Report
+from jaxdist.programs import target
 from jaxdist.request import load
 from tests.planning.pipelines import config
 from tests.tiers import exhaustive

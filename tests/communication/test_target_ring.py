@@ -7,10 +7,10 @@ import pytest
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.explain import explain
 from jaxdist.mesh.context import ring_bytes
-from jaxdist.planning import target
-from jaxdist.planning.overlap import by_axes
 from jaxdist.planning.predicted_collectives import PERMUTE
 from jaxdist.planning.report import Report
+from jaxdist.programs import target
+from jaxdist.programs.overlap import by_axes
 from tests.tiers import exhaustive
 
 pytestmark = [

@@ -1,7 +1,6 @@
 """Parquet and Arrow are read row by row, of the columns that data.text names, in little memory."""
 
 import importlib.util
-import io
 import tracemalloc
 
 import numpy as np
@@ -15,29 +14,10 @@ from jaxdist.data.held_out import open_held_out
 from jaxdist.data.naming.paths import places_of
 from jaxdist.data.sources import Source
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
+from tests.data.column_files import WRITERS, arrow, parquet
 from tests.data.files import POEM, VOCAB, lines, open_, save_tokenizer
 
 TEXTS = [f"the {i}th text äöü 日本 🙂 of several " * 3 for i in range(600)]
-
-
-def parquet(table, **how) -> bytes:
-    out = io.BytesIO()
-    pq.write_table(table, out, **{"row_group_size": 250, **how})
-    return out.getvalue()
-
-
-def arrow(table, new=ipc.new_stream, **how) -> bytes:
-    out = io.BytesIO()
-    with new(out, table.schema, **how) as writer:
-        writer.write_table(table, max_chunksize=250)
-    return out.getvalue()
-
-
-def arrow_file(table, **how) -> bytes:
-    return arrow(table, ipc.new_file, **how)
-
-
-WRITERS = {".parquet": parquet, ".arrow": arrow, ".feather": arrow_file}
 
 
 def texts(path, text="text") -> list[str]:

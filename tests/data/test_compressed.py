@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import RequestError
+from jaxdist.data.__main__ import main
 from jaxdist.data.compressed import decompressed, ending_of
 from jaxdist.data.readers.reader import unseen
 from tests.data.files import POEM, lines, open_
@@ -131,3 +132,19 @@ def test_much_text_in_few_bytes_takes_little_memory(write, ending):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 12 << 20
+
+
+@pytest.mark.parametrize("skips", ["refuse", "skip"])
+def test_bad_rows_of_a_damaged_file_are_told_as_its_damage(write, skips):
+    """A bit in a stored block of gzip goes into the text, and is seen by the checksum at the end alone."""
+    content = bytearray(gzip.compress(lines(*(f"text {i} of many" for i in range(40_000))).encode(), compresslevel=0))
+    content[content.index(b'{"text": "text 30000 ')] ^= 4
+    path = write("a.jsonl.gz", bytes(content))
+    for call in (lambda: open_(path=path, on_error=skips), lambda: main([str(path), "--data.on_error", skips])):
+        with pytest.raises(RequestError) as refused:
+            call()
+        (problem,) = refused.value.problems
+        assert problem.startswith(f"'{path}' is damaged in its first ")
+    right = write("b.jsonl.gz", gzip.compress((lines("a good text") * 300 + "{bad\n").encode()))
+    with pytest.raises(RequestError, match=r"line 301 of .* is not JSON"):
+        open_(path=right)

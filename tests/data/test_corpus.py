@@ -1,4 +1,5 @@
 import gzip
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -325,6 +326,15 @@ def test_a_text_that_looks_like_json_lines_is_called_so(write, name):
     assert "is read as plain text, but begins with a JSON object; name it .jsonl" in open_(path=path).source
     path = write("words.txt", "Words.\n" + text)
     assert "JSON" not in open_(path=path).source
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_list_of_rows_is_called_so(write, indent):
+    rows = [{"instruction": "Say it.", "output": "The loss fell."}] * 9999
+    path = write("rows.json", json.dumps(rows, indent=indent))
+    assert "rows.json' is a JSON list; write each of its objects on a line" in open_(path=path).source
+    path = write("other.json", json.dumps([{"id": 1}] * 19999, indent=indent))
+    assert "JSON list" not in open_(path=path).source
 
 
 @pytest.mark.parametrize("start", ["[\n", '{"id": 1}\n', "{\n", ""])

@@ -16,8 +16,8 @@ from jaxdist.config import DataConfig, RequestError
 from jaxdist.data.naming.paths import open_sources
 from jaxdist.data.progress import unseen
 from jaxdist.data.token_files import open_token_files
+from tests.data.column_files import arrow, arrow_file, parquet
 from tests.data.files import VOCAB, ids, lines
-from tests.data.test_columns import arrow, arrow_file, parquet
 from tests.data.test_llm_c import llm_c
 from tests.data.test_megatron import index
 
@@ -149,8 +149,8 @@ TABLE = [
         ("NUL after a line", ROWS + b"\0\0\0", "line 3 of 'a.jsonl' is not JSON"),
         ("a deep list", ROWS + b"[" * 99_999, "line 3 of 'a.jsonl' is not JSON"),
         ("JSON over lines", '{\n"text": "x"\n}', "line 1 of 'a.jsonl' is not JSON"),
-        ("a list of rows", '[{"text": "x"}]', "line 1 of 'a.jsonl' has a list; write an object"),
-        ("a number", "7" * 5000, "line 1 of 'a.jsonl' has a number; write an object"),
+        ("a list of rows", '[{"text": "x"}]', 'line 1 of \'a.jsonl\' has a list; write {"text": "..."} on each line'),
+        ("a number", "7" * 5000, 'line 1 of \'a.jsonl\' has a number; write {"text": "..."} on each line'),
         ("another key", '{"b": 1, "a": 2}', "line 1 of 'a.jsonl' has the keys ['a', 'b']; write an object"),
         ("many keys", json.dumps(dict.fromkeys("abcdefgh")), "['a', 'b', 'c', 'd', 'e'] and 3 more; write"),
         ("null", '{"text": null}', "line 1 of 'a.jsonl' has null as its \"text\"; write a string there, or"),
@@ -178,7 +178,11 @@ TABLE = [
         ("uint32, cut", TOKENS.astype("<u4").tobytes()[:-2], "'a.bin' is cut short: 398 bytes are not a whole"),
         ("int64", np.arange(2, 99).astype("<i8").tobytes(), "'a.bin' looks like little-endian int64, not uint16"),
         ("big-endian", np.arange(2, 99).astype(">u4").tobytes(), "'a.bin' looks like big-endian uint32 or int64"),
-        ("swapped bytes", TOKENS.astype(">u2").tobytes(), "swap the bytes of each id: all are then below 300"),
+        (
+            "swapped bytes",
+            TOKENS.astype(">u2").tobytes(),
+            "seems to hold big-endian uint16, as which its ids begin",
+        ),
         ("a text", TEXT * 9, "'a.bin' holds text and no tokens; name it .txt"),
     ),
     ("tokens and a text", {"d/a.bin": ids(1), "d/b.txt": TEXT}, "'d' names tokens, 'd/a.bin', and text, 'd/b.txt'"),
@@ -191,7 +195,7 @@ TABLE = [
         ("half a token after a header", llm_c(TOKENS)[:-1], "but 199 bytes follow it and not 200; copy it again"),
         ("a cut header", llm_c(TOKENS)[:1000], "'a.bin' is cut short: 1000 bytes are no header of llm.c"),
         ("another version", llm_c(TOKENS, version=2), "llm.c (magic 20240520) of version 2, of which only version 1"),
-        ("ids of Llama 3", llm_c([0, 1 << 31], "uint32"), "holds token id 2147483648 but model.vocab is 300"),
+        ("ids of Llama 3", llm_c([0, 1 << 31], "uint32"), "holds the negative id -2147483648; ids begin at 0"),
         ("another data.dtype", llm_c(TOKENS), "a token file of llm.c", None, "uint32"),
     ),
     # --- Megatron

@@ -8,8 +8,8 @@ import pytest
 
 from jaxdist.config import DataConfig, RequestError
 from jaxdist.data.naming.paths import open_sources
+from tests.data.column_files import arrow, parquet
 from tests.data.files import POEM, ids, lines, open_
-from tests.data.test_columns import arrow, parquet
 
 
 def table(*texts: str) -> pa.Table:

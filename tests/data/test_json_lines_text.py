@@ -63,6 +63,7 @@ def test_validation_and_evaluation_take_the_same_key(write, tmp_path):
         ({"b": "", "a": 1}, "content", "has the keys ['a', 'b'], and data.text names \"content\"; name one of these"),
         ({"meta": "x"}, "meta.text", "has the keys ['meta'], and data.text names \"meta.text\""),
         ({"meta": {"text": None}}, "meta.text", 'has null as its "meta.text"; write a string there'),
+        ({"meta": {"n": 1, "text": "x"}}, "meta", 'has an object as its "meta"; name "meta.text" by data.text, or'),
         ({"t": "x", "b": [1]}, "{t} {b}", 'has a list as its "b"'),
         ({"b": "x"}, "text", 'write an object with a string "text" on each line, or name the key of the text by data'),
     ],

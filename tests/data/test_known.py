@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +147,7 @@ def test_the_entropy_is_counted_once(write, monkeypatch):
     assert open_(path=binary, validation_fraction=0.5).validation.unigram_entropy() == counted
     monkeypatch.undo()
     monkeypatch.setenv("JAXDIST_CACHE", str(text.train.tokens.path.parents[1]))
-    monkeypatch.setattr(tokens.Tokens, "_count_entropy", never)
+    monkeypatch.setattr(tokens.Tokens, "count_entropy", never)
     assert open_(path=text.train.tokens.path.parents[2] / "a.txt").validation.unigram_entropy() == expected
 
 
@@ -192,8 +193,10 @@ def test_a_stream_of_many_files_keeps_few_of_them_open(tmp_path, monkeypatch):
 
 SHARDS = 2_000
 
+FILES, EACH = 10_000, 100_000_000
+
 START = """
-import resource, sys, time
+import sys
 from jaxdist.data.corpus import open_corpus
 from jaxdist.config import DataConfig
 from jaxdist.data.known import hear, told
@@ -206,24 +209,39 @@ print(read() - before, corpus.train.count, corpus.validation.unigram_entropy(), 
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="it counts the bytes that Linux says were read")
-def test_a_start_on_thousands_of_shards_reads_megabytes(tmp_path):
-    """The first one reads all, 0.5 GB here; the next ones at most 10 MB of any size, and who is told at most 3 MB."""
-    folder = tmp_path / "shards"
+LAST_ROW = """
+last = corpus.train.read(__import__("numpy").array([corpus.train.count - 1]))
+assert last["tokens"].shape == (1, 64) and not last["tokens"].any()
+"""
+
+
+def bytes_read() -> int:
+    """That this process has read so far, as Linux counts."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+LINUX = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="it counts the bytes that Linux says were read")
+
+
+def sparse_files(folder: Path, count: int, size: int) -> Path:
+    """Files of a few ids and then zeros, which take no room on the disk."""
     folder.mkdir()
-    for i in range(SHARDS):
+    for i in range(count):
         with (folder / f"{i:06}.bin").open("wb") as file:
-            file.truncate(256 << 10)
-    for path in folder.iterdir():
-        old(path)
-    found = []
+            file.write(ids(*range(1, 129)))
+            file.truncate(size)
+        old(folder / f"{i:06}.bin")
+    return folder
+
+
+def starts(program: str, folder: Path, caches: Path) -> Iterator[list[str]]:
+    """The numbers that a program tells of a first and a second start, and of one on another host that is told."""
     heard = ""
-    for cache in ("leader", "leader", "another host"):
+    for number, cache in enumerate(("leader", "leader", "another host")):
         done = subprocess.run(
-            [sys.executable, "-c", START, str(folder)],
+            [sys.executable, "-c", program, str(folder), str(number)],
             input=heard if cache == "another host" else "",
-            env={**os.environ, "JAXDIST_CACHE": str(tmp_path / cache)},
+            env={**os.environ, "JAXDIST_CACHE": str(caches / cache)},
             check=True,
             capture_output=True,
             text=True,
@@ -231,11 +249,26 @@ def test_a_start_on_thousands_of_shards_reads_megabytes(tmp_path):
             cwd=Path(__file__).parents[2],
         )
         *numbers, heard = done.stdout.split(maxsplit=3)
-        found.append(numbers)
-    expected = [str(((SHARDS << 17) * 19 // 20 - 1) // 64), "-0.0"]
-    assert [numbers[1:] for numbers in found] == [expected] * 3
+        yield numbers
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("files", "tokens"),
+    [
+        (1, 3_000_000_000),
+        pytest.param(SHARDS, 1 << 17, marks=pytest.mark.slow),
+        pytest.param(FILES, EACH, marks=pytest.mark.slow),
+    ],
+)
+def test_a_start_reads_megabytes(tmp_path, files, tokens):
+    """Of 6 GB, 0.5 GB or 2 TB, also the first one, that of another process, and before the last row is read."""
+    folder = sparse_files(tmp_path / "shards", files, 2 * tokens)
+    found = list(starts(START + LAST_ROW, folder, tmp_path))
+    assert {numbers[1] for numbers in found} == {str(((files * tokens) * 19 // 20 - 1) // 64)}
+    assert len({numbers[2] for numbers in found}) == 1
     first, second, other = (int(numbers[0]) for numbers in found)
-    assert first > SHARDS << 18
+    assert first < 10e6
     assert second < 10e6
     assert other < 3e6
 
@@ -246,12 +279,12 @@ def test_a_start_on_thousands_of_shards_reads_megabytes(tmp_path):
 def test_verifying_names_the_file_that_changed_where_no_start_looks(write, tmp_path):
     texts = [old(write(f"{i}.txt", POEM * 3)) for i in range(3)]
     config = DataConfig(path=",".join(map(str, texts)))
-    assert "nothing is known to compare it with" in verify(config)[0]
+    assert "nothing is known to compare it with" in verify(config).problems[0]
     corpus = open_(path=config.path)
-    assert (verify(config), verify_cache()) == ([], [])
+    assert (verify(config), verify_cache()) == (([], []), [])
     flip(texts[1], 20_000)
     assert open_(path=config.path) == corpus
-    (problem,) = verify(config)
+    (problem,) = verify(config).problems
     assert problem.startswith(f"'{texts[1]}' is not what it was when it was first read")
     tokens_file = corpus.train.tokens.path
     flip(tokens_file, tokens_file.stat().st_size // 3)
@@ -272,3 +305,20 @@ def test_a_command_verifies(write, capsys):
     assert problem.startswith(f"'{text}' is not what it was")
     with pytest.raises(RequestError, match="--verify writes nothing, and --export writes tokens"):
         main([str(text), "--verify", "--export", "out.bin"])
+
+
+def test_as_much_is_remembered_as_sources_need_and_not_without_bounds(monkeypatch):
+    """1,500 sources have a few answers each; the oldest go first, and the newest stays whatever its size."""
+    memory = known_module._Memory()
+    for number in range(6000):
+        memory.keep(str(number), "a" * 40)
+    assert len(memory) == 6000
+    monkeypatch.setattr(known_module, "REMEMBERED", 100)
+    memory.keep("0", "b" * 40)
+    assert list(memory) == ["5999", "0"]
+    memory.keep("large", "c" * 1000)
+    assert list(memory) == ["large"]
+    memory.clear()
+    memory.keep("0", "d" * 40)
+    memory.keep("1", "d" * 40)
+    assert list(memory) == ["0", "1"]

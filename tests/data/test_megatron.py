@@ -9,7 +9,9 @@ import pytest
 from jaxdist.config import RequestError
 from jaxdist.data.held_out import open_held_out
 from jaxdist.data.naming.paths import places_of
+from jaxdist.data.packing import cut_in_stream
 from jaxdist.data.readers import megatron as reader
+from jaxdist.data.row_use import Cut
 from tests.data.files import VOCAB, open_, save_tokenizer
 
 CODES = {"uint8": 1, "int32": 4, "int64": 5, "uint16": 8}
@@ -102,6 +104,15 @@ def test_documents_are_apart_by_their_end_token(megatron, tmp_path):
         open_(vocab=VOCAB + 1, path=megatron(documents(end=0)), tokenizer=tokenizer, apart=True)
 
 
+def test_documents_of_several_files_of_a_type_are_counted_together(megatron, tmp_path):
+    for number, dtype in enumerate(("uint16", "uint16", "int32"), 1):
+        path = megatron([np.arange(200)] * number, dtype)
+        for ending in (".bin", ".idx"):
+            path.with_suffix(ending).rename(tmp_path / f"many{number}{ending}")
+    source = open_(path=f"{tmp_path}/many*").source
+    assert "(3 files; Megatron, uint16, 3 documents; Megatron, int32, 3 documents)" in source
+
+
 def test_several_sequences_may_be_one_document(megatron):
     path = megatron([np.arange(200)] * 3)
     assert "3 documents" in open_(path=path).source
@@ -123,3 +134,23 @@ def test_ids_that_the_model_lacks_are_named(megatron):
         open_(path=megatron([np.arange(200)], "int32"), dtype="uint32", validation_fraction=0.25).train.tokens.length
         == 150
     )
+
+
+def test_the_index_says_how_many_documents_rows_cut(tmp_path):
+    """Documents of several sequences, one without any, over two files; the part that is held out does not count."""
+    random = np.random.default_rng(1)
+    sequences = random.integers(1, 40, 300)
+    borders = np.unique(np.r_[0, random.integers(1, 150, 60), 150])
+    lengths = np.concatenate([np.add.reduceat(half, borders[:-1]) for half in np.split(sequences, 2)])
+    for number, half in enumerate(np.split(sequences, 2)):
+        (tmp_path / f"{number}.bin").write_bytes(np.ones(half.sum(), "<u2").tobytes())
+        (tmp_path / f"{number}.idx").write_bytes(index(half, np.r_[borders, 150]))
+    corpus = open_(path=f"{tmp_path}/[01].bin", sequence=32)
+    ends = np.minimum(np.cumsum(lengths), corpus.train.tokens.length)
+    trained = np.diff(ends, prepend=0)
+    trained = trained[trained > 0]
+    assert trained.size < lengths.size
+    assert corpus.source.endswith(f"; {Cut(trained.size, cut_in_stream(trained, 32), (trained > 32).sum())}")
+    (tmp_path / "0.idx").write_bytes(index(sequences[:150], [0, 9, 3, 150]))
+    with pytest.raises(RequestError, match=r"0.idx' is damaged: its documents do not follow each other"):
+        open_(path=f"{tmp_path}/[01].bin", sequence=32)

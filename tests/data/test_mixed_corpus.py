@@ -133,7 +133,11 @@ def test_a_source_without_a_row_is_named(texts, write):
     assert training.startswith("the training data of 'tiny' has ")
     assert f"one row needs {S + 1}" in training
     assert validation.startswith("the validation data of 'tiny' has ")
+    # One of its four documents is held out.
     assert "raise data.validation_fraction" in validation
+    with pytest.raises(RequestError) as error:
+        mixed({**texts, "tiny": write("tiny.jsonl", lines("a", "b", "c"))})
+    assert error.value.problems[1].endswith("and there are 3; set that to 0.334 or more, or give more")
 
 
 def test_tokens_beside_text_need_a_tokenizer(texts, write):
@@ -149,6 +153,21 @@ def test_a_key_of_json_lines_is_for_these_alone(texts, write):
     with_key = mixed({"web": texts["web"], "rows": rows}, text="content")
     alone = mixed({"web": texts["web"], "days": texts["days"]})
     assert with_key.sources["web"].fingerprint == alone.sources["web"].fingerprint
+
+
+def test_sources_may_have_keys_of_their_own(texts, write):
+    rows = write("rows.jsonl", lines(*"abcdef" * 90).replace("text", "content"))
+    table = {
+        "days": {"path": str(texts["days"]), "weight": 1},
+        "rows": {"path": str(rows), "weight": 1, "text": "content"},
+    }
+    found = open_(mixture=table, validation_fraction=0.25)
+    ids_of = {name: corpus.train.tokens.ids.tolist() for name, corpus in found.sources.items()}
+    assert ids_of["rows"] == ids_of["days"]
+    assert found.sources["rows"].fingerprint == mixed({"rows": rows}, text="content").sources["rows"].fingerprint
+    table["web"] = {"path": str(texts["web"]), "weight": 1, "text": "content"}
+    with pytest.raises(RequestError, match="says a text of 'web', none of whose files have keys; leave it out"):
+        open_(mixture=table, validation_fraction=0.25)
 
 
 def test_the_entropy_is_the_mean_over_the_sources(write):

@@ -124,6 +124,16 @@ def test_tokens_need_no_vocab_and_text_needs_one(write):
         jaxdist.data.open(write("web.jsonl", FORMS["web.jsonl"]), sequence=S)
 
 
+def test_columns_of_ids_are_said_to_be_that(tmp_path):
+    """With a vocab or without one: the data are no text that lacks a tokenizer."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"input_ids": [[1, 2, 3]]}), tmp_path / "ids.parquet")
+    for vocab in (None, 300):
+        with pytest.raises(RequestError, match='"input_ids" holds token ids; only texts are read from columns'):
+            jaxdist.data.open(tmp_path / "ids.parquet", sequence=S, vocab=vocab)
+
+
 @pytest.mark.parametrize(
     ("knobs", "said"),
     [

@@ -145,12 +145,12 @@ def test_plans_made_in_parts_are_one_plan(tmp_path, monkeypatch):
 def test_the_plan_is_made_once_and_kept(tmp_path, cache, monkeypatch):
     tokens = write(tmp_path / "a.bin", joined(random_documents(ENDED)))
     first = opened(tokens, 16)
-    assert sum(path.stat().st_size for path in first.folder.glob("*.bin")) < 8 * (first.count + 2 * 60)
+    assert sum(path.stat().st_size for path in first.plan.folder.glob("*.bin")) < 8 * (first.count + 2 * 60)
     with monkeypatch.context() as patch:
         patch.setattr(packed_rows, "document_lengths", None)
         assert opened(tokens, 16) == first
-    assert opened(tokens, 8).folder != first.folder
-    (first.folder / "pieces.bin").write_bytes(b"")
+    assert opened(tokens, 8).plan.folder != first.plan.folder
+    (first.plan.folder / "pieces.bin").write_bytes(b"")
     with pytest.raises(DataLost, match=r"pieces.bin' was truncated while it was read: it has 0 bytes"):
         first.read(np.array([0]))
     assert opened(tokens, 16) == first  # damaged, and made again

@@ -2,8 +2,13 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from jaxdist.config import RequestError
@@ -15,13 +20,16 @@ from jaxdist.data.tokenizing.encoder import part_name
 from jaxdist.data.tokenizing.pieces import Plan
 from jaxdist.data.tokenizing.shards import _stretches
 from jaxdist.data.tokenizing.token_store import open_store
-from jaxdist.data.tokenizing.workers import Unfinished
+from jaxdist.data.tokenizing.workers import ONE_THREAD, Unfinished
 from jaxdist.huggingface.special_tokens import SpecialTokens
+from tests.data.column_files import arrow, arrow_file, parquet
 from tests.data.files import POEM, VOCAB, lines, open_
 
 TEXTS = [f"text {i} of " + "abc äö日本 " * (i * 7 % 23) for i in range(300)]
 JSONL = lines(*TEXTS)
 GZIP = gzip.compress(JSONL.encode())
+TABLE = pa.table({"text": TEXTS, "other": range(300)})
+PARQUET = parquet(TABLE, row_group_size=20, use_dictionary=False)
 ODD_JSONL = "\n\ufeff" + JSONL.replace("\n", "\r\n", 20).replace("\n", "\n\n  \n", 30).replace("}", ', "x": 1}', 9)
 ODD_TEXT = "日本語" * 900 + "\n" + POEM + "äöü" * 500
 
@@ -36,7 +44,10 @@ FILES = {
         "b.jsonl": JSONL,
         "c.jsonl.gz": GZIP,
         "d.txt": "d\n",
+        "e.parquet": PARQUET,
     },
+    "groups of rows": {"a.parquet": PARQUET},
+    "batches": {"a.arrow": arrow(TABLE, rows=20), "b.feather": arrow_file(TABLE, rows=20)},
     "compressed": {"a.jsonl.gz": GZIP},
 }
 
@@ -120,8 +131,10 @@ def test_files_that_are_held_out_whole_have_pieces_of_their_own(write, tmp_path,
 
 
 @pytest.mark.slow
-def test_any_number_of_processes_writes_the_same_bytes(write, tmp_path, monkeypatch):
-    path = write("a.jsonl", JSONL)
+@pytest.mark.parametrize("name", ["lines", "groups of rows"])
+def test_any_number_of_processes_writes_the_same_bytes(write, tmp_path, monkeypatch, name):
+    ((name, content),) = FILES[name].items()
+    path = write(name, content)
     monkeypatch.setattr(pieces, "PIECE", 1500)
     found, told = [], []
     for workers in (1, 2, 5):
@@ -132,7 +145,21 @@ def test_any_number_of_processes_writes_the_same_bytes(write, tmp_path, monkeypa
         found.append({file.name: file.read_bytes() for file in corpus.train.tokens.path.parent.iterdir()})
     assert found[0] == found[1] == found[2]
     last = [[now for now in one if now[0] == "tokenizing"][-1] for one in told]
-    assert last == [("tokenizing", len(JSONL.encode()), len(JSONL.encode()))] * 3
+    assert last == [("tokenizing", path.stat().st_size, path.stat().st_size)] * 3
+
+
+THREADS = """
+import os, tokenizers
+tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+tokenizer.encode_batch_fast(["a"] * 999)
+print(len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="it counts the threads that Linux shows")
+def test_a_process_encodes_in_one_thread_beside_that_of_python():
+    environment = {**os.environ, **ONE_THREAD}
+    assert subprocess.check_output([sys.executable, "-c", THREADS], env=environment) == b"2\n"
 
 
 @pytest.mark.slow
@@ -147,7 +174,7 @@ def test_what_a_process_refuses_is_said_as_in_one(write, monkeypatch):
         monkeypatch.setattr(token_store, "core_count", lambda: workers)  # noqa: B023
         with pytest.raises(RequestError, match=r"^line 251 of '.*a.jsonl' is not JSON") as raised:
             open_(path=path)
-        assert not isinstance(raised.value, Unfinished)
+        assert isinstance(raised.value, Unfinished)
 
 
 @pytest.mark.slow

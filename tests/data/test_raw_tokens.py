@@ -116,9 +116,43 @@ def test_a_vocabulary_that_uint16_cannot_hold_needs_its_tokenizer(write, tmp_pat
 def test_swapped_bytes_are_named(write):
     content = RANDOM.integers(0, 50_257, 5000)
     told = problem(write, content.astype(">u2").tobytes(), 50_304)
-    assert "swap the bytes of each id: all are then below 50304, so that the file may be big-endian" in told
+    assert f"seems to hold big-endian uint16, as which its ids begin with {content[:3].tolist()} and are below" in told
+    assert "model.vocab 50304; write the ids with numpy's ids.astype('<u2')" in told
     told = problem(write, ids(*content, 65_535), 50_304)
     assert "check that the file is uint16 without a header" in told
+
+
+FEW = [7, 200, 5, -5, 299, 0, 12, 3]
+
+
+@pytest.mark.parametrize("vocab", [300, 50_304, 100_277])
+@pytest.mark.parametrize("many", [1, 1000])
+@pytest.mark.parametrize(
+    ("numbers", "kind", "words"),
+    [
+        (FEW, "<i4", "seems to hold int32, with the negative id -5 at token 3 (byte 12); ids begin at 0, so leave out"),
+        ([1, 2, 3, -100] * 2, "<i8", "seems to hold int64, with the negative id -100 at token 3 (byte 24)"),
+        ([310 * i + 1 for i in range(1, 9)], ">u4", "big-endian uint32"),
+    ],
+)
+def test_what_the_ids_really_are_is_said_first(write, vocab, many, numbers, kind, words):
+    """And nothing about model.vocab, which is right, or data.dtype, which cannot say it."""
+    if max(numbers) >= vocab:
+        numbers = [number % vocab for number in numbers]
+    told = problem(write, np.array(numbers * many, kind).tobytes(), vocab)
+    assert words in told
+    assert "set model.vocab" not in told
+    assert "ids.astype('<u2')" in told
+
+
+def test_a_negative_id_of_16_bits_and_one_behind_the_start_are_named(write):
+    told = problem(write, np.array([*range(300), -1] * 9, "<i2").tobytes(), 300)
+    assert "seems to hold int16, with the negative id -1 at token 300 (byte 600); ids begin at 0" in told
+    with pytest.raises(RequestError, match="holds the negative id -5; ids begin at 0, so leave out what is below"):
+        open_(path=write("a.bin", np.array([*range(300)] * 9 + [-5, 7, 400], "<i4").tobytes()), dtype="uint32")
+    # Neither is surely the cause.
+    for content in (ids(5, 65_535 - 2000, *range(290)), ids(*range(2, 302))):
+        assert "set model.vocab to at least" in problem(write, content, 300)
 
 
 @pytest.mark.parametrize("text", [POEM, lines(*POEM.splitlines()), "日本語" * 500_000, "a" * 64])

@@ -16,8 +16,8 @@ from jaxdist.data.tokenizing.encoder import PIECES, Encoder, part_name, parts_of
 from jaxdist.data.tokenizing.pieces import Plan
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
+from tests.data.column_files import WRITERS
 from tests.data.files import POEM, VOCAB, lines, open_, save_tokenizer
-from tests.data.test_columns import WRITERS
 
 TEXTS = [f"the {i}th text of several " * 3 for i in range(60)]
 BAD = {
@@ -59,13 +59,22 @@ def test_a_bad_row_is_refused_or_skipped(write, ending):
     with pytest.raises(RequestError, match=r"row 8 of '.*' has null as its \"text\".*, or leave such rows out with"):
         open_(path=path)
     found = open_(path=path, on_error="skip")
-    assert f"(2 rows skipped, the first: row 8 of '{path}' has null as its \"text\")" in found.source
+    assert f"(2 rows skipped, the first: row 8 of '{path}' has null as its \"text\"; row 62 of " in found.source
     assert [document.text for document in Source.of(path, skips=True).documents()] == TEXTS
 
 
 def test_of_a_file_whose_first_row_is_bad_all_may_be(write):
     with pytest.raises(RequestError, match=r"or name the key of the text by data\.text$"):
         open_(path=write("a.jsonl", '{"content": "x"}\n' * 99))
+
+
+def test_the_first_one_is_told_by_the_name_that_the_file_has_now(write):
+    path = write("a.jsonl", with_line(b"[1]"))
+    assert f"line 8 of '{path}' has a list" in open_(path=path, on_error="skip").source
+    moved = path.rename(path.with_name("it's b.jsonl"))
+    told = open_(path=moved, on_error="skip").source
+    assert f"(1 row skipped, the first: line 8 of '{moved}' has a list" in told
+    assert str(path) not in told
 
 
 def test_it_belongs_to_the_fingerprint_only_where_rows_were_skipped(write):

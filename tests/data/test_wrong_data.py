@@ -36,7 +36,15 @@ BAD = [
     ({"a.txt": b"abc\n" * 999 + b"\xff\xfe"}, {"path": "a.txt"}, ["not utf-8 text (byte 3997 is 0xff)", "convert"]),
     ({"a.jsonl": GOOD + "{text: 1}\n"}, {"path": "a.jsonl"}, ["line 3", "is not JSON (", "column 2"]),
     ({"a.jsonl": '\n{"text": ""}\n'}, {"path": "a.jsonl"}, ["training data has 0 tokens", "one row needs 17"]),
-    ({"a.jsonl": GOOD}, {"path": "a.jsonl"}, ["validation data has 0 tokens", "raise data.validation_fraction"]),
+    (
+        {"a.jsonl": GOOD},
+        {"path": "a.jsonl"},
+        [
+            "validation data has 0 tokens: of documents, or blocks of a text, 5 % are held out",
+            "(data.validation_fraction 0.05), and there are 2; set that to 0.5 or more, or give more, or other files",
+        ],
+    ),
+    ({"a.txt": b"\xef\xbb\xbfone block\r\n" * 9}, {"path": "a.txt"}, ["there is one; give more documents, or a"]),
     (
         {"a.jsonl": GOOD, "b.jsonl": lines("x")},
         {"path": "a.jsonl", "validation_path": "b.jsonl"},

@@ -9,6 +9,8 @@ from functools import cache
 
 import pytest
 
+import jaxdist
+from jaxdist.api.fit_options import NAMES
 from jaxdist.completion.table import commands
 from jaxdist.request.knobs import KNOBS
 from tests.test_docs import PAGES, ROOT, name
@@ -136,7 +138,9 @@ def wrong_calls(program: str) -> list[str]:
         if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("jaxdist."):
             continue
         function = found_by(ast.unparse(node.func))
-        known_arguments = inspect.signature(function).parameters if function else {}
+        known_arguments = set(inspect.signature(function).parameters) if function else set()
+        if function is jaxdist.fit:
+            known_arguments.update(NAMES)
         found += [] if function else [node.func.attr]
         found += [f"{node.func.attr}({word.arg})" for word in node.keywords if word.arg not in known_arguments]
     return found

@@ -32,7 +32,7 @@ world size; barrier; torchrun; elastic training; torchelastic; snapshot; state_d
 
 GUIDES = {
     "how-to/your-data.md": "DistributedSampler; set_epoch; DataLoader",
-    "how-to/your-model.md": "find_unused_parameters; no_sync; bucket_cap_mb; SyncBatchNorm; GradScaler",
+    "reference/modules.md": "find_unused_parameters; no_sync; bucket_cap_mb; SyncBatchNorm; GradScaler",
     "how-to/processes.md": "torchrun; init_process_group; rendezvous; elastic; fragmentation; RCCL",
     "how-to/resume.md": "snapshot; state_dict",
     "how-to/planning.md": "NVLink; NVSwitch; dragonfly; fat tree",

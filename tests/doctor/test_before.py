@@ -194,7 +194,10 @@ def test_a_healthy_machine(tmp_path, monkeypatch, capsys):
         "versions", "XLA_FLAGS", "memory", "driver", "limits", "cache", "compilations", "compiler", "proxies",
         "run folder", "devices", "all-reduce data", "all-reduce model",
     }  # fmt: skip
-    assert {name for name, state in states.items() if state == UNCHECKED} == {"own name", "hosts", "clocks", "NCCL"}
+    alone = {"own name", "hosts", "clocks", "NCCL"}
+    assert {name for name, state in states.items() if state == UNCHECKED} == {*alone, "numbers"}
+    (numbers,) = (row for row in result["findings"] if row["check"] == "numbers")
+    assert numbers["remedy"].endswith(": python -m jaxdist.train --mesh=4x2x1 --verify")
     assert {path.name for path in tmp_path.iterdir()} == {"bin"}
 
 

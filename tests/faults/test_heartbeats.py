@@ -156,14 +156,14 @@ def test_a_slow_process_and_a_stopped_one_are_named(words, tmp_path, monkeypatch
     beats = lambda: {one.process: one for one in heartbeat.read(folder / "heartbeats")}
     with job(train(words(*options), 2, FAST)) as running:
         until(lambda: len(beats()) == 2 and all(one.step > 8 for one in beats().values()), running)
-        until(lambda: "process 1 on " in seen(), running, 30)
+        until(lambda: "process 1 on " in seen(), running, 120)
         assert "is slow or behind: waits 0." in seen()
         running[1].send_signal(signal.SIGSTOP)
         until(lambda: ": silent for " in seen(), running, 8)
         assert "the others wait for process 1 on" in seen()
         running[1].send_signal(signal.SIGCONT)
         running[0].send_signal(signal.SIGTERM)
-        assert ends(running, 60) == [85, 85], told(running)
+        assert ends(running, 120) == [85, 85], told(running)
     assert sorted(path.name for path in (folder / "heartbeats").iterdir()) == ["0.json", "1.json"]
     assert {one.what.partition(",")[0] for one in beats().values()} == {"stopped"}
     assert beats()[1].pid == running[1].pid

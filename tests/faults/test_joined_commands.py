@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,8 +11,21 @@ import pytest
 from jaxdist import evaluate, generate, train
 from jaxdist.bench import scaling_text
 from jaxdist.output.streams import printable
+from tests.data.chats.made import tokenizer_folder
+from tests.faults import jobs
 from tests.faults.jobs import argv, ends, job, meeting, told
 from tests.training.curves import close, lines
+
+APART = "os.environ['JAXDIST_CACHE'] += f'-{me}'"
+"""Gives each process a cache of its own."""
+
+SLOW = """
+whole = Trainer.step
+def slow(self, *rest):
+    time.sleep(0.5)
+    return whole(self, *rest)
+Trainer.step = slow
+"""
 
 STEP = [
     "--model.layers=1", "--model.embed=16", "--model.heads=2", "--model.vocab=300", "--model.sequence=16",
@@ -113,6 +127,38 @@ def test_bench_measures_what_several_processes_do(tmp_path):
     assert (step["processes"], step["devices"], step["mesh"], step["repeats"]) == (2, 4, "data=4", 2)
     assert step["tokens_per_second"] == pytest.approx(16 * 16 / step["step_seconds"])
     assert step["loss"] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_pairs_are_learned_in_two_processes_as_in_one_with_the_reference_that_the_leader_kept(tmp_path, monkeypatch):
+    """Each process has a cache of its own, and the second has lost the reference when the run is killed and goes on."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("JAXDIST_CACHE", str(cache))
+    rows = [{"prompt": f"{a}?", "chosen": f" {a}.", "rejected": f" {a} of the mesh"} for a in range(60)]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer_folder(tmp_path / "tokenizer")
+    asked = [
+        f"--data.tokenizer={tmp_path / 'tokenizer'}", "--model.vocab=330", "--train.objective=dpo", "--mesh=2x1x1",
+        "--train.steps=6", "--checkpoint.every=2", "--log.every=1",
+    ]  # fmt: skip
+    assert train.main(argv(tmp_path / "alone", pairs, *asked)) == 0
+    shutil.rmtree(cache)
+
+    words = argv(tmp_path / "two", pairs, *asked)
+    with job(jobs.train(words, 2, APART + SLOW)) as running:
+        jobs.until(lambda: jobs.saved(tmp_path / "two") >= 2, running)
+        for process in running:
+            process.kill()
+        ends(running, 60)
+        assert "reference   computing" in running[0].said()
+    shutil.rmtree(f"{cache}-1")
+    with job(jobs.train(words, 2, APART)) as running:
+        assert ends(running, 240) == [0, 0], told(running)
+        said = running[0].said()
+    assert "from the checkpoint of step" in said
+    assert "reference   computing" not in said
+    close(lines(tmp_path / "two"), lines(tmp_path / "alone"))
 
 
 @pytest.mark.exhaustive

@@ -30,7 +30,7 @@ DUMP_SAVED = (
 save = Trainer.save
 def save_and_dump(self, step, state):
     if step == 5:
-        dump(PATH, self.run.step.logical(state))
+        dump(PATH, self.save_policy.engine.step.logical(state))
     save(self, step, state)
 Trainer.save = save_and_dump
 """
@@ -197,7 +197,7 @@ def test_killed_processes_that_resume_still_owe_what_they_have_rounded_off(text,
         until(lambda: saved(killed) >= 3, running)
         for process in running:
             process.kill()
-        ends(running, 60)
+        ends(running, 120)
     before = saved(killed)
     assert before < 10
     with job(train(argv(killed, text, *options), 2)) as running:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -25,12 +25,11 @@ from jaxdist.cluster.stopping import Stop
 from jaxdist.process.exit_codes import DONE, STOPPED
 from jaxdist.process.stop_signals import SIGNALS, heeded, raising
 from jaxdist.request.commandline import outcome
-from jaxdist.training import trainer
 from jaxdist.training.run_dir import RunFolder
 from tests.faults.jobs import ends, job, meeting, metrics, saved, step_of, train, until
 from tests.faults.test_stopping import Board, check_saved
 from tests.request.commands import COMMANDS, WORK, make_values, without_work
-from tests.training.test_going_on import NoProfile, Played
+from tests.training.test_going_on import Played
 
 AT_ONCE = "nothing is lost"
 """The process leaves: no step has been taken."""
@@ -78,8 +77,9 @@ class Signalled(Played):
         super().__init__(folder, every=7)
         self.job = SimpleNamespace(stop=stop, note=self._note)
         self.save_policy.due = lambda steps: steps[-1] in (7, self.steps)
-        self.samples = SimpleNamespace(due=lambda steps: 7 in steps)
-        self.checkpoints = SimpleNamespace(wait=lambda: None)
+        self.callbacks = [lambda steps, state, figures: 7 in steps and self._note(heartbeat.SAMPLING)]
+        self.save_policy.checkpoints = SimpleNamespace(wait=lambda: None)
+        self.start = self._start
         self.saved: list[int] = []
         self.said: list[str] = []
         self.log.say = self.said.append
@@ -95,10 +95,9 @@ class Signalled(Played):
             if self.left:
                 raise Left
 
-    def start(self):
+    def _start(self):
         for phase in (heartbeat.STARTING, heartbeat.AWAITING, heartbeat.READING, heartbeat.IDLE, heartbeat.LISTENING):
             self._note(phase)
-        return super().start()
 
     def compile(self):
         self._note(heartbeat.COMPILING)
@@ -108,25 +107,17 @@ class Signalled(Played):
         self._note(heartbeat.STEPPING)
         return state
 
-    def sample(self, samples, step, state):
-        self._note(heartbeat.SAMPLING)
-
     def save(self, step, state):
         self._note(heartbeat.SAVING)
         self.saved.append(step)
 
-    def finish(self):
+    def finish(self, *_):
         self._note(heartbeat.ENDING)
 
 
 @pytest.fixture
 def signalled(tmp_path, monkeypatch, heeding):
     """`signalled(phase, number)`: how that run ended, with its exit code or with what it said as it left."""
-    idle = SimpleNamespace(catch_up=lambda: None, next=next, paused=nullcontext, step=None)
-    monkeypatch.setattr(trainer, "Meter", lambda *_: idle)
-    nothing_in_flight = SimpleNamespace(drain=lambda step, state: state, program=None, unfinished="")
-    monkeypatch.setattr(trainer, "StepRunner", lambda *_, **__: nothing_in_flight)
-    monkeypatch.setattr(trainer, "Profile", lambda *_: NoProfile())
 
     def call(phase: str, number: signal.Signals) -> tuple[Signalled, int | str]:
         stop = Stop(ProcessEnv(), 1000.0, lambda: phase)

@@ -16,12 +16,13 @@ from tests.tiers import exhaustive
 LONG = ("--mesh=2x1x1", "--train.steps=100000")
 
 SLOW_COMPILE = """
-compile = Run.compile
-def slow(self):
+from jaxdist.training.engine import Engine
+compile = Engine.compile
+def slow(self, lowered):
     print("COMPILING", flush=True)
     time.sleep(8)
-    return compile(self)
-Run.compile = slow
+    return compile(self, lowered)
+Engine.compile = slow
 """
 
 SLOW_VALIDATION = """
@@ -64,7 +65,7 @@ def signalled(running, number=signal.SIGTERM, to=0, again=True) -> list[int]:
     if again:
         time.sleep(0.1)
         running[to].send_signal(number)
-    codes = ends(running, 60)
+    codes = ends(running, 120)
     assert time.monotonic() - began < 60  # the grace
     return codes
 

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-WORDS, WIDTH, HEADS, SIZE, HIDDEN, ROWS, LENGTH = 24, 16, 2, 8, 32, 8, 6
+WORDS, WIDTH, HEADS, SIZE, HIDDEN, ROWS, LENGTH = 24, 16, 2, 8, 32, 16, 6
 
 
 def annotated(*names: str | None):
@@ -82,5 +82,5 @@ def next_word(module, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
 
 
-def sentences(seed: int) -> dict[str, np.ndarray]:
-    return {"tokens": np.random.default_rng(seed).integers(0, WORDS, (ROWS, LENGTH + 1))}
+def sentences(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return {"tokens": rng.integers(0, WORDS, (ROWS, LENGTH + 1))}

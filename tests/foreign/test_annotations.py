@@ -13,7 +13,7 @@ from tests.foreign.decoders import ByMeshAxis, Decoder, linen, next_word, senten
 from tests.foreign.plain import by_jaxdist, by_optax
 from tests.parity import cases
 
-BATCHES = [sentences(seed) for seed in range(3)]
+BATCHES = [sentences(np.random.default_rng(seed)) for seed in range(3)]
 RULES = {"mlp": ("model",), "heads": ("model",), "vocab": ("model",), "embed": (), "kv": ()}
 MLP_AND_VOCAB = {name: RULES[name] for name in ("mlp", "vocab", "embed")}
 MODELS = {"nnx": (Decoder, RULES), "linen": (linen, MLP_AND_VOCAB), "mesh axis": (ByMeshAxis, {})}

@@ -22,12 +22,17 @@ SIZES = dict(
 )
 
 
+KEY_HEADS = "num_key_value_heads"
+
+
 def small(model_type: str, **changes: Any) -> dict[str, Any]:
     """Return a small valid `config.json` of a type, with `changes`."""
     if model_type == "gpt2":
         return dict(model_type="gpt2", vocab_size=96, n_embd=64, n_layer=2, n_head=8, n_positions=64) | changes
     window = dict(sliding_window=None) if model_type == "mistral" else {}
-    head = dict(head_dim=16) if model_type in ("qwen3", "qwen3_moe") else {}
+    if model_type == "gpt_neox":
+        return dict(model_type=model_type, **{key: size for key, size in SIZES.items() if key != KEY_HEADS}) | changes
+    head = dict(head_dim=16) if model_type in ("qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text") else {}
     return dict(model_type=model_type, **SIZES, **window, **head) | changes
 
 
@@ -243,6 +248,103 @@ MIXTRAL_8X7B = dict(
     use_cache=True,
     vocab_size=32000,
 )
+DEEPSEEK_V2 = dict(
+    architectures=["DeepseekV2ForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    auto_map={"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
+    aux_loss_alpha=0.001,
+    bos_token_id=100000,
+    eos_token_id=100001,
+    ep_size=1,
+    first_k_dense_replace=1,
+    hidden_act="silu",
+    hidden_size=5120,
+    initializer_range=0.02,
+    intermediate_size=12288,
+    kv_lora_rank=512,
+    max_position_embeddings=163840,
+    model_type="deepseek_v2",
+    moe_intermediate_size=1536,
+    moe_layer_freq=1,
+    n_group=8,
+    n_routed_experts=160,
+    n_shared_experts=2,
+    norm_topk_prob=False,
+    num_attention_heads=128,
+    num_experts_per_tok=6,
+    num_hidden_layers=60,
+    num_key_value_heads=128,
+    pretraining_tp=1,
+    q_lora_rank=1536,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    rms_norm_eps=1e-06,
+    rope_scaling=dict(
+        beta_fast=32,
+        beta_slow=1,
+        factor=40,
+        mscale=0.707,
+        mscale_all_dim=0.707,
+        original_max_position_embeddings=4096,
+        type="yarn",
+    ),
+    rope_theta=10000,
+    routed_scaling_factor=16.0,
+    scoring_func="softmax",
+    seq_aux=True,
+    tie_word_embeddings=False,
+    topk_group=3,
+    topk_method="group_limited_greedy",
+    torch_dtype="bfloat16",
+    transformers_version="4.39.3",
+    use_cache=True,
+    v_head_dim=128,
+    vocab_size=102400,
+)
+DEEPSEEK_V2_LITE = DEEPSEEK_V2 | dict(
+    hidden_size=2048,
+    intermediate_size=10944,
+    moe_intermediate_size=1408,
+    n_group=1,
+    n_routed_experts=64,
+    num_attention_heads=16,
+    num_hidden_layers=27,
+    num_key_value_heads=16,
+    q_lora_rank=None,
+    routed_scaling_factor=1.0,
+    topk_group=1,
+    topk_method="greedy",
+)
+DEEPSEEK_R1_IN_BFLOAT16 = {key: value for key, value in DEEPSEEK_V2.items() if key not in ("aux_loss_alpha", "seq_aux")}
+DEEPSEEK_R1_IN_BFLOAT16 |= dict(
+    architectures=["DeepseekV3ForCausalLM"],
+    auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    bos_token_id=0,
+    eos_token_id=1,
+    first_k_dense_replace=3,
+    hidden_size=7168,
+    intermediate_size=18432,
+    model_type="deepseek_v3",
+    moe_intermediate_size=2048,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_experts_per_tok=8,
+    num_hidden_layers=61,
+    num_nextn_predict_layers=1,
+    rope_scaling=DEEPSEEK_V2["rope_scaling"] | dict(mscale=1.0, mscale_all_dim=1.0),
+    routed_scaling_factor=2.5,
+    scoring_func="sigmoid",
+    topk_group=4,
+    topk_method="noaux_tc",
+    transformers_version="4.46.3",
+    vocab_size=129280,
+)
+DEEPSEEK_R1 = DEEPSEEK_R1_IN_BFLOAT16 | dict(
+    quantization_config=dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]),
+)
+"""As it is published: of a folder in bfloat16, the last key is left out."""
 OLMOE_1B_7B = dict(
     architectures=["OlmoeForCausalLM"],
     attention_bias=False,
@@ -305,6 +407,39 @@ QWEN_3_30B_A3B = dict(
     tie_word_embeddings=False,
     torch_dtype="bfloat16",
     transformers_version="4.51.0",
+    use_cache=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
+QWEN_15_MOE_A27B = dict(
+    architectures=["Qwen2MoeForCausalLM"],
+    attention_dropout=0.0,
+    bos_token_id=151643,
+    decoder_sparse_step=1,
+    eos_token_id=151643,
+    hidden_act="silu",
+    hidden_size=2048,
+    initializer_range=0.02,
+    intermediate_size=5632,
+    max_position_embeddings=8192,
+    max_window_layers=21,
+    model_type="qwen2_moe",
+    moe_intermediate_size=1408,
+    norm_topk_prob=False,
+    num_attention_heads=16,
+    num_experts=60,
+    num_experts_per_tok=4,
+    num_hidden_layers=24,
+    num_key_value_heads=16,
+    output_router_logits=False,
+    rms_norm_eps=1e-06,
+    rope_theta=1000000.0,
+    router_aux_loss_coef=0.001,
+    shared_expert_intermediate_size=5632,
+    sliding_window=32768,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    transformers_version="4.39.0.dev0",
     use_cache=True,
     use_sliding_window=False,
     vocab_size=151936,

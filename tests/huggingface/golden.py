@@ -15,7 +15,9 @@ from jaxdist.training.run import Run
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(path.name for path in GOLDEN.iterdir())
-ROUTED = ("mixtral", "olmoe", "qwen3_moe")
+MXFP4 = "gpt_oss in MXFP4"
+"""A folder beside them, whose tensors hold some of our parameters in another form."""
+ROUTED = ("deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Those with experts."""
 
 DENSE = [name for name in NAMES if name not in ROUTED]
@@ -32,16 +34,20 @@ ROUTED_MESHES = {
 """The same for models with experts."""
 
 
+def folder_of(name: str) -> Path:
+    return GOLDEN.parent / "golden_mxfp4" if name == MXFP4 else GOLDEN / name
+
+
 def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [B, S], and the logits [B, S, V] that transformers computes."""
-    with np.load(GOLDEN / name / "expected.npz") as arrays:
+    with np.load(folder_of(name) / "expected.npz") as arrays:
         return arrays["tokens"], arrays["logits"]
 
 
 def config_of(name: str, mesh: str = "1x1x1", **model: object) -> Config:
     """The configuration of a run that begins with a folder; `model` replaces what the folder says."""
     tokens, _ = expected(name)
-    asked = {"init_from": GOLDEN / name, "data.tokenizer": GOLDEN / "llama31", "model.sequence": tokens.shape[1]}
+    asked = {"init_from": folder_of(name), "data.tokenizer": GOLDEN / "llama31", "model.sequence": tokens.shape[1]}
     config = load(
         None, {"mesh": mesh, **{knob: str(value) for knob, value in asked.items()}, **(MESHES | ROUTED_MESHES)[mesh]}
     )

@@ -141,5 +141,5 @@ def test_without_jinja_the_package_is_named(folder, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     path = folder(chat_template="x")
-    with pytest.raises(RequestError, match=r"--chat needs jinja2, .* pip install 'jaxdist\[chat\]'"):
+    with pytest.raises(RequestError, match=r"chat templates need jinja2, .* pip install 'jaxdist\[chat\]'"):
         read_chat_template(path)

@@ -73,6 +73,17 @@ def test_config_json_keeps_what_was_there_and_has_the_keys_of_transformers_4_and
     assert config["torch_dtype"] == config["dtype"] == "bfloat16"
 
 
+def test_generation_stops_where_the_run_does(llama31, tmp_path):
+    """A run on conversations also stops at the token that ends an answer in its template, which the source may lack."""
+    run = shutil.copytree(llama31, tmp_path / "run")
+    shutil.copy(GOLDEN / "llama31" / "tokenizer.json", run)
+    source = read(GOLDEN / "llama31" / "generation_config.json")
+    for stops, named in (([1], 1), ([1, 7], [1, 7])):
+        (run / "special_tokens.json").write_text(json.dumps({"bos": 0, "eos": 1, "stops": stops}))
+        export(run, tmp_path / "out", "--force")
+        assert read(tmp_path / "out" / "generation_config.json") == {**source, "eos_token_id": named}
+
+
 def test_another_dtype_can_be_asked_for(llama31, tmp_path, capsys):
     export(llama31, tmp_path / "out", "--dtype=float32")
     assert "bytes of float32" in capsys.readouterr().out
@@ -195,6 +206,7 @@ def test_a_run_of_its_own_gets_all_files(own, tmp_path):
     assert model_of(out) == model_of(GOLDEN / "gpt2")
     assert read(out / "generation_config.json") == {"eos_token_id": 0}
     assert read(out / "tokenizer_config.json")["eos_token"] == "<|endoftext|>"
+    assert read(out / "special_tokens_map.json") == {"eos_token": "<|endoftext|>"}
     assert (out / "tokenizer.json").read_text() == (own / "tokenizer.json").read_text()
 
 

@@ -6,9 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import save_file
 
 from jaxdist.config import RequestError
-from jaxdist.huggingface.folder import is_folder, open_config, open_folder, twofold
+from jaxdist.huggingface.folder import is_folder, layers_left_out, open_config, open_folder, twofold
+from jaxdist.huggingface.tensor_checks import check_tensors
+from tests.huggingface.folders import model_of, tensors_of
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -46,6 +49,31 @@ def test_a_single_file_counts_and_not_the_index_beside_it(folder):
     files = open_folder(folder).files
     assert set(files.values()) == {folder / "model.safetensors"}
     assert "the weights are those of model.safetensors, as in transformers" in twofold(folder)
+
+
+def test_layers_of_multi_token_prediction_are_left_out_with_a_sentence(tmp_path):
+    folder = tmp_path / "deepseek"
+    shutil.copytree(GOLDEN / "deepseek_v3", folder)
+    assert layers_left_out(folder) == ""
+    tensors = tensors_of(folder)
+    model = model_of(folder)
+    assert model.layers == 3
+    save_file(tensors | {"model.layers.3.eh_proj.weight": tensors["model.norm.weight"]}, folder / "model.safetensors")
+    assert "multi-token prediction behind its 3 layers, which are not read" in layers_left_out(folder)
+    check_tensors(open_folder(folder), model)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_a_last_layer_is_not_taken_for_one_of_multi_token_prediction(name, tmp_path):
+    """It is where config.json names one layer less, and none that predicts further tokens."""
+    folder = tmp_path / name
+    shutil.copytree(GOLDEN / name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": config["num_hidden_layers"] - 1}
+    config.pop("num_nextn_predict_layers", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RequestError, match=r"holds tensors that this model does not use: model\.layers\."):
+        check_tensors(open_folder(folder), model_of(folder))
 
 
 def test_the_links_of_the_cache_are_followed(folder, tmp_path):
@@ -87,6 +115,7 @@ def test_weights_in_another_form_are_to_be_converted(folder, name):
     (folder / name).touch()
     assert f"as {name}" in refusal(folder)[0]
     assert "save_pretrained" in refusal(folder)[0]
+    assert (f"M.from_pretrained('{folder}', dtype='auto')" in refusal(folder)[0]) == name.endswith(".bin")
 
 
 def test_shards_without_their_index_are_refused(folder):

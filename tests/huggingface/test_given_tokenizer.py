@@ -46,7 +46,7 @@ def sampling(monkeypatch, cutting):
 
     def make(prompts: str, special: SpecialTokens):
         config = SimpleNamespace(sample=SimpleNamespace(every=5, prompts=prompts), model=SimpleNamespace(sequence=100))
-        task = SimpleNamespace(tokenizer=cutting, special_tokens=special)
+        task = SimpleNamespace(tokenizer=cutting, special_tokens=special, asks=None)
         memory = SimpleNamespace(arguments=0)
         return samples.Samples(SimpleNamespace(config=config, task=task, predicted_memory=memory))
 
@@ -74,12 +74,12 @@ def test_a_sample_prompt_has_its_own_bos_once(sampling):
 
 def test_a_run_knows_the_data_that_it_began_with(tmp_path):
     run = RunFolder(tmp_path)
-    assert run.data_begun() is None
+    assert run.newest_facts() == {}
     for step, facts in ((2, '{"data": "abc"}'), (4, "torn")):
         folder = tmp_path / "checkpoints" / str(step) / "facts"
         folder.mkdir(parents=True)
         (folder / "metadata").write_text(facts)
-    assert run.data_begun() == "abc"
+    assert run.newest_facts()["data"] == "abc"
 
 
 def test_text_without_a_token_is_refused():

@@ -163,10 +163,10 @@ def test_text_needs_the_tokenizer_of_the_weights(tmp_path):
 
 
 def test_damage_is_reported_with_the_other_problems(tmp_path):
-    folder = folder_of(tmp_path, small("llama", hidden_act="gelu", mlp_bias=True))
+    folder = folder_of(tmp_path, small("llama", hidden_act="gelu", logit_scale=2.0))
     problems = refusal(str(folder), {"train.steps": "-1"})
     assert len(problems) == 3
-    for part in ("train.steps is -1", "hidden_act", "mlp_bias"):
+    for part in ("train.steps is -1", "hidden_act", "logit_scale"):
         assert any(part in problem for problem in problems)
 
 
@@ -252,7 +252,7 @@ def test_another_model_than_the_folders_is_refused(command):
 
 
 NO_WEIGHTS = "is neither the folder of a run nor a checkpoint in one"
-ADAPTER = "holds adapters of PEFT (adapter_config.json), which are not read; merge them into their base"
+ADAPTER = "holds adapters of PEFT (adapter_config.json), which are no weights by themselves; begin a run with them by"
 
 
 @pytest.fixture

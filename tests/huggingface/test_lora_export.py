@@ -11,6 +11,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import reshard
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -18,11 +19,13 @@ from jaxdist import checkpoints, evaluate, train
 from jaxdist.config import RequestError
 from jaxdist.huggingface import folder_arrays
 from jaxdist.huggingface.folder_arrays import folder_arrays as opened
+from jaxdist.huggingface.peft_adapter import write_adapter
 from jaxdist.huggingface.readable import read
 from jaxdist.huggingface.reading import read_parameters
 from jaxdist.request import to_toml
 from jaxdist.sharding import name_of
 from jaxdist.training.export_marks import MARKER
+from jaxdist.training.restore import restore
 from tests.huggingface import by_transformers
 from tests.huggingface.adapters import (
     ADAPTERS,
@@ -113,6 +116,25 @@ def test_a_merged_folder_computes_the_same(name, merged):
     tokens, theirs = peft_logits(name)
     config = config_of(name).model_copy(update={"init_from": merged / name})
     assert difference(logits(config, tokens), theirs) <= BOUND
+
+
+@pytest.mark.slow
+def test_a_merged_folder_computes_what_a_run_does_beside_a_quantized_base(tmp_path):
+    config = lora_run("llama31", tmp_path / "run", lora_base="nf4")
+    export(tmp_path / "run", f"{tmp_path}/out/", "--dtype=float32")
+    tokens, theirs = peft_logits("llama31")
+    trained = restore(config, "latest", batch=False)
+    run = trained.run
+    with jax.set_mesh(run.mesh):
+
+        @jax.jit
+        def compute(params, tokens):
+            return run.forward.logits(run.forward.weights(params), reshard(tokens, run.layout.activation("BS")))
+
+        wanted = np.asarray(compute(trained.params, tokens))
+    found = logits(config_of("llama31").model_copy(update={"init_from": tmp_path / "out"}), tokens)
+    assert difference(found, wanted) <= BOUND
+    assert difference(wanted, theirs) > 0.01, "nothing was quantized"
 
 
 def test_the_merged_file_has_the_numbers_of_the_folder_and_needs_no_adapters(runs, merged, tmp_path):
@@ -258,14 +280,15 @@ def test_another_base_and_a_missing_one_are_refused(tmp_path):
     export(tmp_path / "run", f"{tmp_path}/out/", "--adapter")
 
 
-def test_adapters_of_peft_are_no_weights_to_begin_with(tmp_path):
-    problem = f"{ADAPTERS / 'llama31'}' holds adapters of PEFT (adapter_config.json), which are not read; merge them "
+def test_adapters_of_peft_are_no_weights_by_themselves(tmp_path, monkeypatch):
+    adapters = shutil.copytree(ADAPTERS / "llama31", tmp_path / "adapters")
+    problem = f"{adapters}' holds adapters of PEFT (adapter_config.json), which are no weights by themselves; begin "
     with pytest.raises(RequestError, match=re.escape(problem)):
-        train.main([f"--init-from={ADAPTERS / 'llama31'}", f"--run-dir={tmp_path / 'run'}"])
-    source = changed("llama31", tmp_path / "source")
-    shutil.copy(ADAPTERS / "llama31" / "adapter_config.json", source)
-    with pytest.raises(RequestError, match="holds adapters of PEFT"):
-        train.main([f"--init-from={source}", f"--run-dir={tmp_path / 'run'}"])
+        evaluate.main([str(adapters)])
+    # Their base is named by a path from the root of the repository, and is not here.
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError, match=re.escape(problem)):
+        train.main([f"--init-from={adapters}", f"--run-dir={tmp_path / 'run'}"])
 
 
 @pytest.mark.slow
@@ -302,3 +325,8 @@ def test_transformers_loads_a_merged_folder_and_computes_the_same(name, merged):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     by_transformers.check_logits(merged / name, *peft_logits(name))
+
+
+def test_adapters_beside_fused_tensors_are_merged_or_refused(tmp_path):
+    with pytest.raises(RequestError, match=r"q_proj, k_proj and v_proj in one tensor.*leave out --adapter"):
+        write_adapter(tmp_path, model_of(GOLDEN / "phi3_long"), {}, "float32", GOLDEN / "phi3_long")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,16 @@ def assert_equal(found: dict, expected: dict[str, np.ndarray]) -> None:
 def test_every_parameter_has_the_bits_of_the_file(name):
     model = model_of(GOLDEN / name)
     assert_equal(read_parameters(GOLDEN / name, model, on_one_device(model)), assembled(GOLDEN / name, model))
+
+
+def test_a_constant_of_an_activation_that_is_another_is_refused(tmp_path):
+    shutil.copytree(GOLDEN / "apertus", tmp_path / "folder")
+    tensors = tensors_of(GOLDEN / "apertus")
+    name = "model.layers.1.mlp.act_fn.beta"
+    save_file(tensors | {name: np.asarray(0.25, tensors[name].dtype)}, tmp_path / "folder" / "model.safetensors")
+    model = model_of(tmp_path / "folder")
+    with pytest.raises(RequestError, match=rf"{name} with 0.25, and only 0.5 is computed"):
+        read_parameters(tmp_path / "folder", model, on_one_device(model))
 
 
 @pytest.mark.parametrize(("name", "more"), [*((name, {}) for name in NAMES), ("qwen3", {"qk_norm": "full"})])

@@ -20,7 +20,9 @@ from jaxdist.huggingface.chat_template import read_chat_template
 from jaxdist.huggingface.folder import KEPT, open_config, open_folder
 from jaxdist.huggingface.given_tokenizer import GivenTokenizer, read_tokenizer
 from jaxdist.huggingface.model_config import longest_sequence, model_values
+from jaxdist.huggingface.peft_reading import PeftAdapter
 from jaxdist.huggingface.schema import (
+    ADAPTER_CONFIG,
     ADDED_TOKENS,
     CONFIG,
     FILES,
@@ -90,6 +92,18 @@ def resumed(folder: Path) -> None:
     run.load_special_tokens(run.load_tokenizer())
 
 
+def adapters(folder: Path) -> None:
+    """What a run reads of adapters; a folder has none unless a test writes them."""
+    if not os.path.lexists(folder / ADAPTER_CONFIG):
+        with_adapters(folder)
+    PeftAdapter(folder).config  # noqa: B018
+
+
+def with_adapters(folder: Path) -> None:
+    content = {"peft_type": "LORA", "base_model_name_or_path": "base", "r": 2, "lora_alpha": 4}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(content))
+
+
 ALL = {*SMALL_FILES, SOURCE}
 
 READERS: dict[Callable[[Path], object], set[str]] = {
@@ -101,6 +115,7 @@ READERS: dict[Callable[[Path], object], set[str]] = {
     resumed: {TOKENIZER, KEPT_TOKENS},
     command(explain.main): {CONFIG},
     command(train.main, "--dry-run"): {CONFIG},
+    adapters: {ADAPTER_CONFIG},
 }
 """What reads files of a folder, and which."""
 
@@ -111,11 +126,11 @@ BY_KEY = {
     keep: set(),
     export: {CONFIG, SOURCE, TOKENIZER},
     resumed: {TOKENIZER, KEPT_TOKENS},
+    adapters: {ADAPTER_CONFIG},
 }
 """Which of them it takes to be JSON; the others are copied."""
 
 UNREAD = {
-    "adapter_config.json": "whether it is there says that a folder holds adapters",
     "environment.json": "is for people",
     "run.json": "a run whose id cannot be read gets another one: tests/training/test_hostile_folders.py",
     "metrics.jsonl": "a line that cannot be read is left out: tests/training/test_history.py",
@@ -241,6 +256,8 @@ def for_reader(read: Callable[[Path], object], folder: Path, name: str) -> None:
     """Leave in the folder what makes `read` read the file."""
     if read is template:
         without_others(folder, name)
+    if read is adapters:
+        with_adapters(folder)
     if read is tokenizer and name != KEPT_TOKENS:
         (folder / KEPT_TOKENS).unlink()
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 
 from jaxdist.config import RequestError
-from jaxdist.huggingface.folder import SINGLE
+from jaxdist.huggingface.folder import SINGLE, open_folder
 from jaxdist.huggingface.reading import read_parameters
 from jaxdist.huggingface.schema import INDEX
 from jaxdist.huggingface.writing import write_weights
@@ -22,7 +22,9 @@ def test_imported_weights_are_written_back_bit_for_bit(name, tmp_path):
     save(tmp_path / "run", read_parameters(GOLDEN / name, model, abstract(model)))
     out = tmp_path / "out"
     out.mkdir()
-    written = write_weights(out, model, stored(tmp_path / "run"), "bfloat16")
+    written = write_weights(
+        out, model, stored(tmp_path / "run"), "bfloat16", open_folder(GOLDEN / name).config["model_type"]
+    )
     expected = tensors(GOLDEN / name)
     found = tensors(out)
     assert found.keys() == expected.keys()

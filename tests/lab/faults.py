@@ -17,7 +17,7 @@ from jax.sharding import reshard
 from jaxdist import sharding
 from jaxdist.data import order
 from jaxdist.data import rows as data_rows
-from jaxdist.data.rows import CutRows
+from jaxdist.data.rows import CutTogether
 from jaxdist.lab import ring
 from jaxdist.lab.checks import memory, traffic
 from jaxdist.lab.slow_networks import replicas, server, top_k
@@ -39,19 +39,19 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def every_row_is_row_0(patch: pytest.MonkeyPatch) -> None:
-    windows = CutRows.windows
-    patch.setattr(CutRows, "windows", lambda self, numbers: windows(self, np.zeros_like(numbers)))
+    windows = CutTogether.windows
+    patch.setattr(CutTogether, "windows", lambda self, owners, numbers: windows(self, owners, np.minimum(numbers, 0)))
 
 
 def labels_are_the_tokens_themselves(patch: pytest.MonkeyPatch) -> None:
-    windows = CutRows.windows
+    windows = CutTogether.windows
 
-    def repeated(self: CutRows, numbers: np.ndarray) -> np.ndarray:
-        rows = windows(self, numbers)
+    def repeated(self: CutTogether, owners: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        rows = windows(self, owners, numbers)
         rows[:, 1:] = rows[:, :-1].copy()
         return rows
 
-    patch.setattr(CutRows, "windows", repeated)
+    patch.setattr(CutTogether, "windows", repeated)
 
 
 def every_device_has_all_rows(patch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from jaxdist.lab import fsdp_walkthrough as lab
 from jaxdist.lab.__main__ import main
 from jaxdist.lab.phases import Recorder, cpu_mesh
 from jaxdist.lab.two_layers import draw
-from jaxdist.planning.hlo import collectives
+from jaxdist.programs.hlo import collectives
 from jaxdist.sharding import Layout
 from tests.communication.reading import summary
 from tests.lab.pages import assert_pasted

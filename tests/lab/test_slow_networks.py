@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxdist.lab.slow_networks import byte_model, compressed, picture, replicas, server, timeline, top_k
-from jaxdist.planning.hlo import Collective
+from jaxdist.programs.hlo import Collective
 
 
 def test_private_rows_come_from_a_text_of_their_own():

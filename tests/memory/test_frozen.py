@@ -5,6 +5,8 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, OptimizerConfig, PipelineConfig
+from jaxdist.config.matmuls import matmuls_of
+from jaxdist.config.trained import all_trained_beside
 from jaxdist.planning import memory
 from jaxdist.sharding import HOST, Layout
 from jaxdist.training.run import Run
@@ -41,6 +43,8 @@ ROWS = [
     ("replica=2,data=2,model=2", "mixed", 3, "llama", "float32"),
     ("data=2,expert=2", "float32", 2, "routed", "bfloat16"),
     ("2x4x1", "bfloat16", 1, "gpt", "float32"),
+    ("4x2x1", "bfloat16", 3, "llama", "nf4"),
+    ("replica=2,data=2,model=2", "mixed", 1, "gpt", "int8"),
 ]
 
 
@@ -84,6 +88,19 @@ def test_a_frozen_parameter_costs_its_own_dtype_and_an_adapter_what_a_parameter_
     assert sum(memory.state(asked, p) for p in parameters) == held.arguments - held.batch - counters
 
 
+@pytest.mark.parametrize(("base", "bits"), [("int8", 8 + 32 / 64), ("nf4", 4 + 8 / 64 + 32 / 128)])
+def test_a_number_of_a_quantized_matrix_costs_its_bits(base, bits):
+    """On one device, for D = 128; tables and norms are bfloat16. Nothing is compiled."""
+    layout = Layout((), "cpu", ())
+    asked = adapted("1x1x1", "bfloat16", 0, base, embed=128)
+    model = models.build(asked.model, layout)
+    parameters = sharded_by(asked, model, layout).parameters
+    held = sum(memory.state(asked, p) for p in parameters if not p.trained)
+    matrices = sum(matmul.elements for matmul in matmuls_of(asked.model).values()) * asked.model.layers
+    others = models.parameters(model) - matrices - all_trained_beside(asked.model)
+    assert held == matrices * bits / 8 + 2 * others
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_grow_with_the_adapters_alone(zero):
     """Nothing is compiled."""
@@ -97,13 +114,31 @@ def test_gradients_grow_with_the_adapters_alone(zero):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "zero", "remat"), [("1x1x1", 0, "block"), *exhaustive([("8x1x1", 1, "none"), ("2x4x1", 3, "block")])]
+    ("mesh", "zero", "remat", "base"),
+    [
+        ("1x1x1", 0, "block", "float32"),
+        *exhaustive([("8x1x1", 1, "none", "float32"), ("2x4x1", 3, "block", "float32"), ("4x1x1", 3, "none", "int8")]),
+    ],
 )
-def test_temporary_bytes_are_about_as_predicted(mesh, zero, remat):
+def test_temporary_bytes_are_about_as_predicted(mesh, zero, remat, base):
     """An estimate: within 0.6 and 1.4 of what XLA plans on CPU."""
-    sizes = dict(layers=8, embed=128, heads=8, vocab=1024, sequence=128, remat=remat, lora_rank=8)
+    sizes = dict(layers=8, embed=128, heads=8, vocab=1024, sequence=128, remat=remat, lora_rank=8, lora_base=base)
     found, held = planned(config(mesh, "float32", zero, model=ModelConfig(**sizes), global_batch_size=32))
     assert 0.6 < (held.total - held.arguments) / found.temp_size_in_bytes < 1.4
+
+
+@pytest.mark.slow
+def test_no_more_than_one_quantized_layer_is_ever_whole():
+    """Beside what a step with a float32 base makes and drops, on CPU, of 8 layers whose products are all kept."""
+    sizes = dict(layers=8, embed=256, heads=8, vocab=96, sequence=16, lora_rank=2)
+    temporary = {}
+    for base in ("float32", "nf4"):
+        model = ModelConfig(**sizes, lora_base=base)
+        found, held = planned(config("1x1x1", "float32", 0, model=model, accumulation=1))
+        assert found.argument_size_in_bytes == held.arguments
+        temporary[base] = found.temp_size_in_bytes
+    layer = 4 * sum(matmul.elements for matmul in matmuls_of(model).values())
+    assert temporary["nf4"] - temporary["float32"] < 1.2 * layer
 
 
 def test_dropout_of_adapters_needs_the_numbers_of_the_rows():

@@ -58,6 +58,22 @@ def own_bytes(a: jax.Array) -> int:
     return a.dtype.itemsize * math.prod(a.sharding.shard_shape(a.shape))
 
 
+OLMO3 = OLMO.model_copy(update={"layers": 4, "norms": "after", "period": "sliding,full", "sliding_theta": 100.0})
+NEOX = GROUPED.model_copy(
+    update=dict(kv_heads=0, norm="layer", residual="parallel", gate="off", activation="gelu-erf")
+    | dict(qkv_bias=True, out_bias=True, mlp_bias=True)
+)
+APERTUS = QWEN.model_copy(update={"activation": "xielu", "gate": "off", "norms": "both", "mlp_bias": True})
+GEMMA = QWEN.model_copy(
+    update=dict(family="gemma", layers=4, norms="both", period="sliding,full", window=5, qkv_bias=False)
+    | dict(attention_cap=2.0, logit_cap=3.0)
+)
+OSS = GROUPED.model_copy(
+    update=dict(family="moe", expert_mlp=32, layers=4, period="sliding,full", window=5, sinks=True, mlp_bias=True)
+    | dict(qkv_bias=True, out_bias=True, activation="clamped-swiglu")
+)
+MODELS |= {"gpt-oss": OSS, "gemma": GEMMA, "olmo3": OLMO3, "neox": NEOX, "apertus": APERTUS}
+
 ROWS = [
     ("gpt", "1x1x1", "float32", 0, False),
     ("gpt", "8x1x1", "float32", 3, False),
@@ -82,17 +98,22 @@ ROWS = [
     ("qwen", "2x4x1", "mixed", 3, True),
     ("olmo", "1x4x1", "float32", 0, False),
     ("long", "2x2x1", "bfloat16", 3, True),
+    ("olmo3", "2x2x1", "mixed", 3, True),
+    ("neox", "2x2x1", "float32", 1, True),
+    ("gemma", "1x4x1", "float32", 3, True),
+    ("apertus", "1x4x1", "mixed", 2, False),
     ("routed", "data=2,expert=4", "float32", 3, False),
     ("routed", "data=2,expert=2,model=2", "mixed", 1, True),
     ("routed", "replica=2,expert=4", "bfloat16", 2, False),
     ("routed", "data=2,expert=2", "mixed", 3, False),
+    ("gpt-oss", "data=2,expert=2,model=2", "mixed", 3, True),
     ("llama", "data=2,context=4", "float32", 3, False),
     ("apart", "context=2,model=2", "mixed", 1, True),
     ("routed", "replica=2,expert=2,context=2", "bfloat16", 2, False),
 ]
 
 
-COMPILED = [ROWS[place] for place in (5, 1, 7, 8, 10, 11, 14, 17, 20, 23, 27, 28)]
+COMPILED = [ROWS[place] for place in (5, 1, 7, 8, 10, 11, 14, 17, 20, 27, 31, 32)]
 """Each stage, precision, family and axis once or more."""
 
 

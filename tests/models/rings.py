@@ -11,7 +11,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.mesh.context import zigzag
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.scores import Scores
-from jaxdist.sharding import Layout
+from jaxdist.sharding import Layout, spread
 
 SCORES = Scores.of(8)
 
@@ -33,18 +33,30 @@ def on_gpus(devices, form="ring", sequence=4096):
         return jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, kv, kv)
 
 
-def plain(q, k, v, starts=None, scores=SCORES):
-    """Attention with a mask, in the precision of q."""
+def plain(q, k, v, starts=None, scores=SCORES, sinks=None):
+    """Attention with a mask, in the precision of q. A sink is the score of one more key, whose value is zero."""
     k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], 2) for a in (k, v))
     products = jnp.einsum("bsnh,btnh->bnst", q, k) * scores.scale
+    if scores.cap:
+        products = scores.cap * jnp.tanh(products / scores.cap)
     at = np.arange(q.shape[1])
     seen = at <= at[:, None]
     if scores.window:
         seen &= at > at[:, None] - scores.window
     if starts is not None:
         seen = seen & (at >= jnp.asarray(starts)[:, None, :, None])
-    p = jax.nn.softmax(jnp.where(seen, products, -jnp.inf))
-    return jnp.einsum("bnst,btnh->bsnh", p, v)
+    products = jnp.where(seen, products, -jnp.inf)
+    if sinks is not None:
+        of_sinks = jnp.broadcast_to(sinks[:, None, None], (*products.shape[:3], 1))
+        products = jnp.concatenate([products, of_sinks], -1)
+        v = jnp.pad(v, [(0, 0), (0, 1), (0, 0), (0, 0)])
+    return jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(products), v)
+
+
+def attend(layout: Layout, scores: Scores, q, k, v, sinks=None, starts=None) -> jax.Array:
+    """Attention of ours; there is one sink for each head."""
+    shares = None if sinks is None else spread(sinks, q[..., 0])
+    return causal_attention(layout, scores, q, k, v, starts, shares)
 
 
 def random_heads(
@@ -56,9 +68,10 @@ def random_heads(
     return [jax.random.normal(key, (rows, sequence, *shape), dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def with_gradients(f, q, k, v, g) -> list[jax.Array]:
-    """The output, and the gradients of q, k and v."""
-    out, pull = jax.vjp(f, q, k, v)
+def with_gradients(f, *given: jax.Array) -> list[jax.Array]:
+    """The output, and the gradients of q, k, v, and of sinks where these are given; the last one given is its own."""
+    *operands, g = given
+    out, pull = jax.vjp(f, *operands)
     return [out, *pull(g)]
 
 
@@ -68,24 +81,31 @@ def by_ring(heads: list[jax.Array], ranks: int, starts=None, scores=SCORES, form
     sequence = heads[0].shape[1]
     order = zigzag(np.arange(sequence), sequence, ranks) if form == "ring" else np.arange(sequence)
     with jax.set_mesh(mesh):
-        placed = [jax.device_put(a[:, order], layout.activation("BSNH")) for a in heads]
+        own = layout.activation("BSNH")
+        # Sinks are the same everywhere.
+        placed = [jax.device_put(a[:, order], own) if a.ndim == 4 else a for a in heads]
         if starts is not None:
             starts = jax.device_put(jnp.asarray(starts)[:, order], layout.activation("BS"))
-        attend = partial(causal_attention, layout, scores, starts=starts)
-        found = jax.jit(partial(with_gradients, attend))(*placed)
-    return [np.asarray(a)[:, np.argsort(order)] for a in found]
+        ours = partial(attend, layout, scores, starts=starts)
+        found = jax.jit(partial(with_gradients, ours))(*placed)
+    back = np.argsort(order)
+    return [np.asarray(a)[:, back] if a.ndim == 4 else np.asarray(a) for a in found]
 
 
 def by_hand(heads: list[jax.Array], starts=None, scores=SCORES) -> list[np.ndarray]:
     """The same by the plain form."""
-    attend = partial(plain, starts=starts, scores=scores)
+
+    def theirs(q, k, v, sinks=None):
+        return plain(q, k, v, starts, scores, sinks)
+
     with jax.numpy_rank_promotion("allow"):
-        return [np.asarray(a) for a in jax.jit(partial(with_gradients, attend))(*heads)]
+        return [np.asarray(a) for a in jax.jit(partial(with_gradients, theirs))(*heads)]
 
 
 def assert_same(got: list[np.ndarray], wanted: list[np.ndarray], tolerance: float = 1e-5) -> None:
     """By the largest value of each."""
-    for name, a, b in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+    assert len(got) == len(wanted)
+    for name, a, b in zip(("out", "dq", "dk", "dv", "dsinks"), got, wanted, strict=False):
         np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, err_msg=name)
 
 

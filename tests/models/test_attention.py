@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxdist import models
-from jaxdist.config import ModelConfig
+from jaxdist.config import ModelConfig, RequestError
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.models.attention import AttentionCall, causal_attention
 from jaxdist.models.scores import Scores
@@ -129,6 +129,26 @@ def test_documents_that_are_apart_keep_cudnn_away(monkeypatch):
         assert "dot_product_attention" not in traced(jax.ShapeDtypeStruct((2, 256), jnp.int32))
 
 
+def test_the_form_that_is_asked_for_runs_or_is_refused(monkeypatch):
+    monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
+    heads = [jax.ShapeDtypeStruct((2, 256, n, 64), BF16) for n in (4, 2, 2)]
+
+    def traced(asked: str, layout: Layout) -> str:
+        scores = Scores(0.125, form=asked)
+        return str(jax.make_jaxpr(partial(causal_attention, layout, scores))(*heads))
+
+    gpu = Layout((), "gpu", (), (9, 0))
+    with jax.set_mesh(mesh_of("1x1x1")):
+        assert {asked: "dot_product_attention" in traced(asked, gpu) for asked in ("auto", "cudnn", "blocks")} == {
+            "auto": True, "cudnn": True, "blocks": False,
+        }  # fmt: skip
+        with pytest.raises(RequestError, match=r"model\.attention is cudnn, but cuDNN attention needs a CUDA device"):
+            traced("cudnn", Layout())
+    model = ModelConfig(family="llama", heads=4, embed=256, attention="blocks")
+    call = AttentionCall.of(model, 0, gpu, 2, BF16)
+    assert call.form == "causal attention in 1 block of queries, because model.attention is blocks"
+
+
 def test_a_gpu_without_cudnn(monkeypatch):
     """jax.nn would die of it: the plug-in comes without cuDNN in `jax[cuda13-local]`."""
 
@@ -163,6 +183,18 @@ def gradient_of_block(mesh: jax.sharding.Mesh, layout: Layout, remat: str, stage
     with jax.set_mesh(mesh):
         loss = lambda params, x: jnp.sum(block(params, x).astype(F32))
         return Counter(operations(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, x).jaxpr))
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_models_ask_for_the_form_that_a_request_names(family, monkeypatch):
+    monkeypatch.setattr(CUDNN_VERSION, lambda: 91000)
+    for asked, runs in ("auto", True), ("blocks", False):
+        config = ModelConfig(family=family, layers=1, embed=64, heads=4, vocab=80, sequence=256, attention=asked)
+        model = models.build(config, Layout((), "gpu", (), (9, 0)))
+        params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], BF16), model.abstract["blocks"])
+        x = jax.ShapeDtypeStruct((2, 256, 64), BF16)
+        with jax.set_mesh(mesh_of("1x1x1")):
+            assert ("dot_product_attention" in str(jax.make_jaxpr(model.block)(params, x))) is runs
 
 
 def operations(program) -> list[tuple[str, int]]:

@@ -20,7 +20,7 @@ from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.inputs import BlockInputs
-from jaxdist.models.layers import rotary
+from jaxdist.models.positions import rotary
 from jaxdist.models.scores import Scores
 from jaxdist.sharding import ONE_DEVICE, Layout, wide
 from jaxdist.training.forward.base import ForwardOptions
@@ -135,11 +135,10 @@ def assert_same_step(family: str, layout: Layout, dtype: str, one: dict, other: 
     with jax.enable_x64(dtype == "float64"):
         step, params = step_of(family, layout, dtype)
         take = jax.jit(step.gradients)
-        loss, gradient, count, *_ = take(params, {}, one)
-        wanted, of_other, count_of_other, *_ = take(params, {}, other)
-        assert count == count_of_other
-        assert_near(loss, wanted, dtype)
-        for (path, a), b in zip(jax.tree.leaves_with_path(gradient), jax.tree.leaves(of_other), strict=True):
+        found, wanted = take(params, {}, one), take(params, {}, other)
+        assert found.count == wanted.count
+        assert_near(found.loss, wanted.loss, dtype)
+        for (path, a), b in zip(jax.tree.leaves_with_path(found.grads), jax.tree.leaves(wanted.grads), strict=True):
             assert_near(a, b, dtype, jax.tree_util.keystr(path))
 
 

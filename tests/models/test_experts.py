@@ -57,6 +57,13 @@ def chosen_by(config, weights, x) -> np.ndarray:
     """[B, S, E]: whether a token has chosen an expert, the first of equal ones."""
     steered = scores_of(config, weights["router"], x, np)[0] + weights["balance"]
     chosen = np.zeros(steered.shape, bool)
+    added = {"none": 0, "best": 1, "best-two": 2}[config.router_group_score]
+    size = config.experts // config.router_groups
+    for token in np.ndindex(steered.shape[:2]) if added else ():
+        groups = [slice(size * g, size * (g + 1)) for g in range(config.router_groups)]
+        worst = sorted(groups, key=lambda group: -np.sort(steered[token][group])[-added:].sum())
+        for group in worst[config.router_groups_kept :]:
+            steered[token][group] = -np.inf
     for token in np.ndindex(steered.shape[:2]):
         best = sorted(range(config.experts), key=lambda e: (-steered[token][e], e))
         chosen[token][best[: config.experts_per_token]] = True
@@ -77,7 +84,8 @@ def plain(config, chosen, weights, x):
     p = config.router_scale * p
     y = sum(p[..., e, None] * gated(x, weights["gate_up"][e], weights["down"][e]) for e in range(config.experts))
     if config.shared_experts:
-        y = y + gated(x, weights["shared_gate_up"], weights["shared_down"])
+        shared = gated(x, weights["shared_gate_up"], weights["shared_down"])
+        y = y + (shared / (1 + jnp.exp(-x @ weights["shared_gate"])) if config.shared_gate else shared)
     f = chosen.mean(1) * config.experts / config.experts_per_token
     shares = (scores / scores.sum(-1, keepdims=True)).mean(1)
     balance_loss = x.shape[1] * (f * shares).sum()
@@ -136,10 +144,13 @@ def check(config, layout, balance=0.5, tolerance=1e-11):
                 dict(router="sigmoid", experts_per_token=1, capacity_factor=0.5, router_renormalize=False),
                 dict(experts_per_token=E, shared_experts=0, balance_loss=0.0),
                 dict(router_renormalize=False, experts_per_token=3, z_loss=0.0, capacity_factor=64.0),
-                dict(router="sigmoid", router_scale=0.5),
+                dict(
+                    router="sigmoid", router_scale=0.5, router_group_score="best-two", router_groups=2, shared_gate=True
+                ),
+                dict(router_group_score="best", router_groups=2, experts_per_token=1, capacity_factor=64.0),
             ]
         ),
-        5,
+        6,
     ),
     ids=str,
 )

@@ -84,10 +84,10 @@ def test_the_step_divides_by_the_labels_that_count(one_device):
         cut = lambda a, k=k: jnp.asarray(a).reshape(k, -1, *a.shape[1:])
         batch = {"tokens": cut(tokens), "labels": cut(labels), "rows": cut(np.arange(4))}
         step = Step(DecoderForward(model, one_device), optimizer=None)
-        loss, gradient, count, *_ = jax.jit(step.gradients)(params, {}, batch)
-        assert int(count) == (labels >= 0).sum()
-        np.testing.assert_allclose(loss, wanted, rtol=1e-6)
-        for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted_gradient), strict=True):
+        found = jax.jit(step.gradients)(params, {}, batch)
+        assert int(found.count) == (labels >= 0).sum()
+        np.testing.assert_allclose(found.loss, wanted, rtol=1e-6)
+        for a, b in zip(jax.tree.leaves(found.grads), jax.tree.leaves(wanted_gradient), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
 
 

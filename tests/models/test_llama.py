@@ -11,9 +11,10 @@ from flax import nnx
 
 from jaxdist import models
 from jaxdist.config import FAMILIES, Config, ModelConfig, ParallelConfig
+from jaxdist.config.model import Kind
 from jaxdist.models.inputs import NO_INPUTS
-from jaxdist.models.layers import GroupedAttention, rotary
-from jaxdist.models.scores import Scores
+from jaxdist.models.layers import GroupedAttention
+from jaxdist.models.positions import rotary
 from jaxdist.request import load
 from jaxdist.training.run import Run
 from tests.models import plain
@@ -123,8 +124,9 @@ def test_values_of_another_family_are_its_row(one_device, monkeypatch, qk_norm):
 
 @pytest.mark.slow
 def test_attention_has_a_base_and_scores_of_its_own(one_device):
-    """The base is that of the layer, and not of the configuration; so is the scale."""
-    module = GroupedAttention(CONFIG, one_device, nnx.Rngs(0), Scores(3 * 8**-0.5), theta=50.0)
+    """The base is that of the layer, and not of the configuration; the scale is that of a knob."""
+    config = CONFIG.model_copy(update={"attention_multiplier": 3 * 8**-0.5})
+    module = GroupedAttention(config, one_device, nnx.Rngs(0), Kind(0, theta=50.0))
     x = jax.random.normal(jax.random.key(0), (2, 24, 32))
     weights = {"qkv": 5 * module.qkv.weight[...], "out": module.out.weight[...]}
     module.qkv.weight[...] = weights["qkv"]

@@ -30,7 +30,18 @@ FLOPS = {
     "mistral_7b": 47_494_201_344,
     "mixtral_8x7b": 79_712_747_520,
     "moe_tiny": 5_529_600,
+    "apertus_8b": 48_318_382_080,
+    "apertus_70b": 433_254_825_984,
+    "gptoss_20b": 22_925_131_776,
+    "gptoss_120b": 32_710_017_024,
+    "olmo2_7b": 44_543_508_480,
+    "pythia_160m": 854_654_976,
+    "smollm3_3b": 20_261_634_048,
     "olmoe_1b_7b": 7_878_475_776,
+    "gemma3_1b": 6_228_934_656,
+    "deepseek_v3_671b": 250_449_887_232,
+    "gemma3_27b": 165_344_673_792,
+    "phi4_14b": 89_904_906_240,
     "qwen25_05b": 3_492_249_600,
     "qwen25_7b": 44_887_965_696,
     "qwen3_06b": 4_985_192_448,
@@ -51,7 +62,12 @@ KINDS = {
     "gpt": dict(family="gpt"),
     "llama": dict(family="llama", qk_norm="full"),
     "grouped": dict(family="llama", kv_heads=2, head_dim=12, qkv_bias=True, qk_norm="head"),
-    "routed": dict(family="moe", kv_heads=1, expert_mlp=24, shared_experts=3),
+    "latent": dict(
+        family="llama", head_dim=12, kv_latent=16, q_latent=20, rope_dim=4, value_dim=8, rope_pairs="neighbours"
+    ),
+    "latent keys": dict(family="llama", kv_latent=16, rope_dim=4),
+    "routed": dict(family="moe", kv_heads=1, expert_mlp=24, shared_experts=3, shared_gate=True),
+    "routed, biased": dict(family="moe", expert_mlp=24, mlp_bias=True),
 }
 
 NO_MATRICES = ("norm", "_bias", "balance")
@@ -70,7 +86,7 @@ def test_every_matrix_and_bias_of_a_layer_has_a_row(kind):
 
 
 @pytest.mark.parametrize("remat", ["block", "dots", "named"])
-@pytest.mark.parametrize("kind", ["gpt", "llama", "grouped"])
+@pytest.mark.parametrize("kind", ["gpt", "llama", "grouped", "latent", "latent keys"])
 def test_a_layer_keeps_what_its_rows_say(kind, remat):
     """The arrays with a dim for the rows in the pullback of a layer, of a number of rows that no weight has."""
     config = ModelConfig(**TINY, **KINDS[kind] | dict(qk_norm="none"))

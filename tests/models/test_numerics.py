@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.models import layers, numerics
+from jaxdist.models import activations, norms, numerics, positions
 from jaxdist.models.numerics import Sizes
 
 SMALL = Sizes(rows=2, sequence=32, heads=4, kv_heads=2, size=16, mlp=48, vocab=80)
@@ -38,8 +38,8 @@ def test_each_backward_pass_is_the_derivative():
         shapes = ((2, 8, 16), (16,), (16,))
         there = [
             *found(np.dtype("float64")).values(),
-            *compare("GELU", "x", lambda _, x: layers.gelu(x), jax.nn.gelu, shapes[:1]),
-            *compare("LayerNorm", "xsb", lambda _, *given: layers._layer_norm(1e-5, *given), plain_layer_norm, shapes),
+            *compare("GELU", "x", lambda _, x: activations.gelu(x), jax.nn.gelu, shapes[:1]),
+            *compare("LayerNorm", "xsb", lambda _, *given: norms._layer_norm(1e-5, *given), plain_layer_norm, shapes),
         ]
     assert {one.what: one.error for one in there if not one.error < 1e-10} == {}
     assert len(there) == sum(1 + len(inputs) for inputs in FORMS.values()) + 2 + 4
@@ -52,8 +52,8 @@ def plain_layer_norm(x, scale, bias):
 
 def test_what_is_wrong_is_told(monkeypatch):
     """Half of a rotation, an epsilon, a label: each in its own form and in no other."""
-    turn, loss = layers._turn, numerics.cross_entropy
-    monkeypatch.setattr(layers, "_turn", lambda *given: turn(*given[:-1], max(given[-1], 0)))  # the gradient alone
+    turn, loss = positions._turn, numerics.cross_entropy
+    monkeypatch.setattr(positions, "_turn", lambda *given: turn(*given[:-1], max(given[-1], 0)))  # the gradient alone
     monkeypatch.setattr(numerics, "_rms_norm", lambda layout, x, scale: numerics._plain_rms_norm(x, scale) + 0.1)
     monkeypatch.setattr(numerics, "cross_entropy", lambda layout, x, table, ids: loss(layout, x, table, abs(ids)))
     there = found()

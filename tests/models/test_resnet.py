@@ -1,6 +1,6 @@
 """Image classifiers: published sizes, a block by hand, and the statistics of BatchNorm."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ from jaxdist.models.resnet import CNN, Basic, ConvNorm, ResNet
 from tests.tiers import thinned
 
 
+@cache
 def make(model, *arguments, **knobs):
-    """Without computing anything."""
+    """Without computing anything. It is not changed by those who share it."""
     return nnx.eval_shape(lambda: model(*arguments, rngs=nnx.Rngs(0), **knobs))
 
 
@@ -43,8 +44,10 @@ def test_a_depth_that_is_not_there():
 )
 def test_stem_and_stages(size, shape, inside):
     """Table 1 of the paper for 224; stages of half the resolution after a stem that keeps it for small images."""
-    depth = 50 if size == 224 else 18
-    module = make(ResNet, depth, 10, shape[-1], width=4, size=size)
+    # The sizes of the one whose parameters are counted above, which is made once.
+    depth, classes, width = (50, 1000, 64) if size == 224 else (18, 10, 4)
+    knobs = {} if size == 224 else dict(width=width, size=size)
+    module = make(ResNet, depth, classes, shape[-1], **knobs)
     graph, state = nnx.split(module)
     seen = []
 
@@ -58,14 +61,14 @@ def test_stem_and_stages(size, shape, inside):
             seen.append(x.shape)
         return logits
 
-    assert jax.eval_shape(run, state, jax.ShapeDtypeStruct((2, *shape), jnp.float32)).shape == (2, 10)
+    assert jax.eval_shape(run, state, jax.ShapeDtypeStruct((2, *shape), jnp.float32)).shape == (2, classes)
     assert [s[1] for s in dict.fromkeys(seen)] == inside
     expansion = 1 if depth == 18 else 4
-    assert [s[-1] for s in dict.fromkeys(seen)] == [4 * expansion * 2**stage for stage in range(4)]
+    assert [s[-1] for s in dict.fromkeys(seen)] == [width * expansion * 2**stage for stage in range(4)]
 
 
 def test_a_bottleneck_has_its_stride_in_the_3x3():
-    first = make(ResNet, 50, 10, 3).blocks[3]  # of the second stage
+    first = make(ResNet, 50, 1000, 3).blocks[3]  # of the second stage
     assert [(layer.conv.kernel_size, layer.conv.strides) for layer in first.branch] == [
         ((1, 1), (1, 1)),
         ((3, 3), (2, 2)),

@@ -17,8 +17,8 @@ import pytest
 from jaxdist.config import ModelConfig
 from jaxdist.models import attention, numerics, ring_blocks_cudnn
 from jaxdist.models.scores import Scores
-from jaxdist.planning import target
-from jaxdist.planning.cross_compile import compile_apart
+from jaxdist.programs import target
+from jaxdist.programs.cross_compile import compile_apart
 from tests.models import rings
 from tests.models.test_attention import CUDNN_VERSION
 

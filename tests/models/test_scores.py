@@ -1,4 +1,4 @@
-"""Another scale of the scores, and values of another size than queries and keys: each form against the plain one."""
+"""Another scale of the scores, a soft cap, values of another size than keys: each form against the plain one."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.models.attention import AttentionCall, causal_attention
+from jaxdist.config import ModelConfig
+from jaxdist.models.attention import NO_CAP, AttentionCall, causal_attention
 from jaxdist.models.decoding import attend_to_slots
 from jaxdist.models.scores import Scores
 from jaxdist.sharding import Layout
@@ -16,7 +17,7 @@ from tests.models import rings
 
 pytestmark = pytest.mark.smoke
 
-SCORES = Scores(0.6, window=20)
+SCORES = Scores(0.6, window=20, cap=1.5)
 VALUE_SIZE = 12
 
 
@@ -44,6 +45,19 @@ def test_cudnn_is_not_for_values_of_another_size():
     assert replace(call, value_size=64).beyond_cudnn == ""
 
 
+def test_cudnn_caps_no_scores():
+    layout = Layout((), "gpu", (), (9, 0))
+    model = ModelConfig(family="llama", embed=256, heads=4, attention_cap=50)
+    assert AttentionCall.of(model, 0, layout, 2, jnp.bfloat16).unknown_mask == NO_CAP
+    assert (
+        AttentionCall.of(model.model_copy(update={"attention_cap": 0.0}), 0, layout, 2, jnp.bfloat16).beyond_cudnn == ""
+    )
+    traced = lambda scores: str(
+        jax.make_jaxpr(partial(causal_attention, layout, scores))(*(jnp.ones((1, 8, 2, 64), "bfloat16"),) * 3)
+    )
+    assert "tanh" in traced(Scores(0.1, cap=50.0))
+
+
 def test_with_a_cache():
     """The query of position 29, to slots in any order."""
     q, k, v, _ = heads(32)
@@ -55,5 +69,5 @@ def test_with_a_cache():
 
 
 def test_a_window_that_hides_nothing_is_none():
-    assert SCORES.within(20) == SCORES.within(4) == Scores(0.6)
+    assert SCORES.within(20) == SCORES.within(4) == Scores(0.6, cap=1.5)
     assert SCORES.within(21) == SCORES

@@ -79,7 +79,9 @@ def test_a_pipeline_applies_all_of_its_layers():
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_function_of_numbers_alone_has_no_rows():
+def test_a_function_of_numbers_alone_has_no_rows_and_rows_alone_are_no_function():
     trainer = made(mesh="2x1x1")
     found = trainer.apply(trainer.init(0), lambda module, n: module.head.bias[...] + n, 3)
     np.testing.assert_array_equal(found, np.full(8, 3.0))
+    with pytest.raises(ValueError, match="fn is ndarray; give a function of the module"):
+        trainer.apply(trainer.init(0), ROWS)

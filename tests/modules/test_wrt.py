@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxdist
-from jaxdist.planning.hlo import Collective
+from jaxdist.programs.hlo import Collective
 from jaxdist.sharding import named
 from tests.parity import cases
 from tests.parity.modules import MLP, Convolution, Deep, cross_entropy, images, vectors

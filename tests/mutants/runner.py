@@ -76,10 +76,11 @@ class Copy:
             yield
         finally:
             path.write_bytes(original)
+            compiled.unlink(missing_ok=True)  # the same of the mutant
 
     def run(self, *tests: str) -> Outcome:
         """Tests by their node ids, in a process of their own that imports the copy, as all that it starts do."""
-        own = {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"} | program_cache.shared()
+        own = {"PYTHONPATH": str(self.folder)} | program_cache.shared()
         command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", *tests]
         began = time.monotonic()
         try:

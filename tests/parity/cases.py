@@ -116,10 +116,11 @@ def train(
     context: str = "auto",
     documents: Callable[[int, int, int], np.ndarray] = starts,
     rules: RulesConfig | None = None,
+    batches: Callable[[int], dict[str, np.ndarray]] | None = None,
 ) -> Outcome:
     """`accumulation` micro-batches of `count` rows; those of the `pipeline`, if the mesh has stages. Documents of a row
-    are `apart`, where `documents` of a step's number, B and S says, or joined. What is written otherwise for a
-    `platform` runs here too."""
+    are `apart`, where `documents` of a step's number, B and S says, or joined. `batches` gives other rows, by a step's
+    number. What is written otherwise for a `platform` runs here too."""
     shape = parse_mesh(mesh)
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
     pipeline = pipeline or PipelineConfig()
@@ -141,15 +142,19 @@ def train(
     step = Step(forward, optimizer, max_norm=max_norm, keep=keep, crossing=crossing)
     with jax.set_mesh(devices):
         initial = weights(model.model_copy(update={"remat": "none"}))
-        dtypes = jax.tree.map(lambda a: a.dtype if a.dtype == jnp.bfloat16 else param_dtype, initial)
+        dtypes = jax.tree.map(lambda a: param_dtype if a.dtype == jnp.float32 else a.dtype, initial)
         params = jax.tree.map(lambda a, to: jax.device_put(a.astype(to), replicated(devices)), initial, dtypes)
         start = jax.jit(lambda params: step.start(step.place(params)))(step.folded(params))
         take = jax.jit(step.train)
         states, losses, norms, reported = [start], [], [], []
         for number in range(steps):
-            further = {"starts": documents(number, count, model.sequence)} if apart else {}
-            tokens, labels = rows(number, count=count, vocab=model.vocab, length=model.sequence)
-            batch = on_mesh(devices, layout, tokens, labels, accumulation, **further)
+            if batches:
+                arrays = batches(number)
+            else:
+                arrays = {"starts": documents(number, count, model.sequence)} if apart else {}
+                named = rows(number, count=count, vocab=model.vocab, length=model.sequence)
+                arrays |= zip(("tokens", "labels"), named, strict=True)
+            batch = on_mesh(devices, layout, accumulation=accumulation, **arrays)
             state, metrics = take(states[-1], batch)
             states.append(state)
             losses.append(float(metrics.loss))

@@ -24,14 +24,25 @@ from tests.parity import cases
 from tests.tiers import exhaustive
 
 MIXTRAL = cases.LLAMA.model_copy(
-    update=dict(family="moe", experts=8, expert_mlp=32, shared_experts=1, balance_loss=1e-2, z_loss=1e-3)
+    update=dict(
+        family="moe", experts=8, expert_mlp=32, shared_experts=1, shared_gate=True, balance_loss=1e-2, z_loss=1e-3
+    )
 )
 MODELS = {
     "softmax": MIXTRAL,
-    # As DeepSeek-V3 routes, but for its groups.
+    # As DeepSeek-V3 routes.
     "sigmoid": MIXTRAL.model_copy(
         update=dict(
-            layers=5, router="sigmoid", router_scale=2.5, experts_per_token=3, shared_experts=0, balance_rate=1e-2
+            layers=5,
+            router="sigmoid",
+            router_scale=2.5,
+            router_group_score="best-two",
+            router_groups=4,
+            router_groups_kept=2,
+            experts_per_token=3,
+            shared_experts=0,
+            shared_gate=False,
+            balance_rate=1e-2,
         )
     ),
 }

@@ -121,13 +121,16 @@ def test_loss_and_gradient_are_those_of_the_layers_written_out():
 
 MIXTURE = cases.LLAMA.model_copy(
     update=dict(family="moe", layers=DENSE + 2, mlp=48, experts=4, expert_mlp=24, balance_loss=1e-2, z_loss=1e-3)
+    | dict(heads=4, kv_heads=0, head_dim=12, kv_latent=16, q_latent=24, rope_dim=8, value_dim=16)
+    | dict(rope_pairs="neighbours", rope_scaling="yarn,factor=4,original=8,mscale=1,mscale_all=0.7")
 )
-"""Two dense layers, and two routed ones."""
+"""Two dense layers, and two routed ones, with latent attention."""
 
 MIXTURE_ROWS = {
     "ZeRO 3": ("data=2,model=2", dict(stage=3)),
     "experts": ("data=2,expert=2,model=2", dict(stage=2, accumulation=4, remat="block", sequence=True)),
     "offload": ("expert=2,context=2", dict(remat="offload", context="ring")),
+    "Ulysses": ("context=2,model=2", dict(context="ulysses", remat="dots", stage=1)),
 }
 """(mesh, options)."""
 

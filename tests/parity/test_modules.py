@@ -11,12 +11,16 @@ import pytest
 import jaxdist
 from tests.parity import cases
 from tests.parity.modules import CASES
-from tests.tiers import thinned
+from tests.tiers import exhaustive, thinned
 
 MESHES = ("8x1x1", "replica=2,data=4")
-ROWS = [(name, MESHES[(i + (zero == 3)) % 2], zero) for i, name in enumerate(CASES) for zero in (i % 3, 3)]
+ROWS = [
+    (name, MESHES[(i + (zero == 3)) % 2], zero, 1 + (i // 2 + (zero == 3)) % 2)
+    for i, name in enumerate(CASES)
+    for zero in (i % 3, 3)
+]
 """Each module whole in the forward pass, at one of the stages 0 to 2, and gathered there, at stage 3: each on the other
-mesh. The rest is exhaustive. So below."""
+mesh, and one of the two in micro-batches. The rest is exhaustive. So below."""
 
 MICRO_BATCHES = [(name, 3 * (i % 2)) for i, name in enumerate(CASES)]
 
@@ -64,21 +68,36 @@ def raw(a: jax.Array) -> jax.Array:
     return jax.random.key_data(a) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) else a
 
 
-@pytest.mark.parametrize(("name", "mesh", "zero"), thinned(ROWS, 8, first=1))
-def test_equals_one_device(name, mesh, zero):
-    check(train(name, mesh, zero=zero), one_device(name))
+@pytest.mark.parametrize(("name", "mesh", "zero", "accumulation"), thinned(ROWS, 8, first=1))
+def test_equals_one_device(name, mesh, zero, accumulation):
+    """Batch norm and dropout go micro-batch by micro-batch, everywhere."""
+    check(train(name, mesh, zero=zero, accumulation=accumulation), one_device(name, accumulation))
+
+
+@pytest.mark.smoke
+def test_the_rows_have_each_pair():
+    """Of a module and whether it is gathered or has micro-batches, and of a mesh, a stage and micro-batches."""
+    seen = {(name, zero == 3) for name, _, zero, _ in ROWS}, {(name, k) for name, _, _, k in ROWS}
+    assert seen == ({*itertools.product(CASES, (False, True))}, {*itertools.product(CASES, (1, 2))})
+    assert {row[1:3] for row in ROWS} == {*itertools.product(MESHES, range(4))}
+    assert {row[2:] for row in ROWS} == {*itertools.product(range(4), (1, 2))}
+    assert {row[1::2] for row in ROWS} == {*itertools.product(MESHES, (1, 2))}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "mesh", "zero"), sorted({*itertools.product(CASES, MESHES, range(4))} - {*ROWS}))
+@pytest.mark.parametrize(
+    ("name", "mesh", "zero"),
+    sorted({*itertools.product(CASES, MESHES, range(4))} - {row[:3] for row in ROWS if row[3] == 1}),
+)
 def test_the_other_modules_equal_one_device(name, mesh, zero):
     check(train(name, mesh, zero=zero), one_device(name))
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("name", "zero"), thinned(MICRO_BATCHES, 8))
+@pytest.mark.parametrize(
+    ("name", "zero"), [*MICRO_BATCHES[::8], *exhaustive(row for i, row in enumerate(MICRO_BATCHES) if i % 8)]
+)
 def test_micro_batches_on_a_mesh_equal_those_of_one_device(name, zero):
-    """Batch norm and dropout go micro-batch by micro-batch, everywhere."""
     check(train(name, "4x1x1", zero=zero, accumulation=2), one_device(name, 2))
 
 

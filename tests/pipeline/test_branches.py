@@ -9,7 +9,7 @@ from jax import P, lax
 
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.parallel.pipeline.executor import SHARED
-from jaxdist.planning.branch_check import across_ranks
+from jaxdist.programs.branch_check import across_ranks
 
 ring = [(0, 1), (1, 0)]
 WRONG = {

@@ -14,7 +14,7 @@ from jaxdist.parallel import region
 from jaxdist.parallel.pipeline.executor import SHARED
 from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.parallel.pipeline.table import make_table
-from jaxdist.planning.branch_check import across_ranks
+from jaxdist.programs.branch_check import across_ranks
 from jaxdist.training.forward import pipeline
 from tests.pipeline.test_split import bodies
 from tests.pipeline.toy import Piped, count, loops

@@ -51,6 +51,19 @@ def test_one_initial_model_whatever_the_stages():
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.step.logical(run.engine.init()).params), wanted)
 
 
+def test_stages_fold_layers_in_float32_and_then_in_float64():
+    """JAX 0.10 keeps the first type that it gave an array of int64, and the stages of one shape are one object."""
+    stages = Stages.cut(3, 2, 1)
+    programs = []  # which hold what JAX has kept
+    for x64, dtype in ((False, "float32"), (True, "float64")):
+        with jax.enable_x64(x64):
+            layers = {"blocks": jax.numpy.arange(1, 4, dtype=dtype)}
+            programs.append(jax.jit(lambda tree: stages.fold(tree)))
+            folded = programs[-1](layers)["blocks"]
+            assert folded.dtype == dtype
+            np.testing.assert_array_equal(folded, [[[1, 2], [3, 0]]])
+
+
 @pytest.mark.parametrize(
     ("mesh", "pipeline"), thinned([("1x1x4", ("gpipe",)), ("1x2x2", ("interleaved", 3))], 2, first=1)
 )

@@ -13,7 +13,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.placing import role_of
-from jaxdist.planning.branch_check import across_ranks
+from jaxdist.programs.branch_check import across_ranks
 from jaxdist.sharding import ONE_DEVICE
 from jaxdist.training.forward.optimizer import optimizer
 from jaxdist.training.forward.pipedream_step import PipeDreamStep

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from jaxdist.config import Config
 from jaxdist.mesh import DATA, MODEL
-from jaxdist.planning.search.estimate import Estimate
-from jaxdist.planning.search.plan import TIE, complexity
-from tests.planning.published import Row
-from tests.planning.steps import Step
+from jaxdist.models import build
+from jaxdist.planning import certainty
+from jaxdist.planning.clusters import cluster
+from jaxdist.planning.search.estimate import Estimate, estimate
+from jaxdist.planning.search.risk import risk
 
 WIDTHS = {1: (2048, 16), 2: (3072, 24), 4: (4096, 32), 8: (5760, 40)}
 """GPUs -> (width, heads) of their model. All have 8 layers, and a step is 8 rows of 1024 tokens."""
@@ -46,20 +48,24 @@ class Way:
         return f"{self.data}x{self.model}, ZeRO {self.zero}"
 
     @cached_property
-    def step(self) -> Step:
+    def plain(self) -> Estimate:
+        """Predicted, of jaxdist's own step."""
         width, heads = WIDTHS[self.gpus]
-        sizes = dict(layers=8, hidden=width, heads=heads, vocab=25600, seq=1024, global_batch=8, microbatch=8)
-        split = dict(tp=self.model, pp=1, dp=self.data, zero=str(self.zero), remat="full", schedule="")
-        return Step(Row(source="Alpa", gpu="V100", gpus=self.gpus, **sizes, **split))
+        sizes = {"layers": 8, "embed": width, "heads": heads, "vocab": 25600, "sequence": 1024, "remat": "block"}
+        given = {
+            "mesh": f"{self.data}x{self.model}x1",
+            "precision": "mixed",
+            "model": {"family": "gpt", **sizes},
+            "parallel": {"zero": self.zero},
+            "train": {"global_batch_size": 8},
+        }
+        config = Config.model_validate(given)
+        return estimate(config, build(config.model), cluster("v100-nvlink"))
 
     @property
-    def plain(self) -> Estimate:
-        return self.step.plain
-
-    @cached_property
     def seconds(self) -> float:
-        """Predicted, of Alpa's program."""
-        return sum(self.step.parts().values())
+        """Predicted, of jaxdist's own step, at the price by which a search chooses."""
+        return self.plain.pessimistic
 
     @property
     def memory(self) -> int:
@@ -94,10 +100,13 @@ GROUPS = [[way for way in WAYS if way.gpus == count] for count in (2, 4, 8)]
 
 
 def chosen(ways: Iterable[Way]) -> Way:
-    """As `search` chooses: of those that fit, the simplest that is about as fast as the fastest."""
+    """As `search` chooses: of those that fit and that predictions cannot tell from the fastest, that of the least
+    risk."""
     fit = [way for way in ways if way.plain.fits]
-    fastest = min(way.seconds for way in fit)
-    return min((way for way in fit if way.seconds <= (1 + TIE) * fastest), key=lambda way: complexity(way.plain))
+    fastest = min(fit, key=lambda way: way.seconds)
+    times = {way: way.seconds / fastest.seconds for way in fit}
+    tied = [way for way in fit if times[way] <= 1 + certainty.tie(way.plain.kind, fastest.plain.kind)]
+    return min(tied, key=lambda way: risk(way.plain))
 
 
 RULES: dict[str, Callable[[Way], bool]] = {

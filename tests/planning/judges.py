@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxdist.planning.clusters import Link
-from jaxdist.planning.collective_time import START, Group, Links, wire_share
+from jaxdist.planning.collective_time import START, Group, Links
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.predicted_collectives import ALL_GATHER
+from jaxdist.planning.predicted_collectives import ALL_GATHER, wire_share
 from jaxdist.planning.timing import mfu
 from tests.planning.published import AS_PRINTED, Entry, Row, Tolerance, beside, like, points, rows, within
 from tests.planning.theory import activations, flops, sizes, states

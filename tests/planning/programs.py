@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.mesh import AXES, make_mesh
-from jaxdist.planning.hlo import Collective, collectives
+from jaxdist.programs.hlo import Collective, collectives
 
 
 def mesh_of(devices=None, **sizes: int) -> jax.sharding.Mesh:

@@ -1,7 +1,8 @@
 """Published rows and what judges each: a closed form, the planner's model of time, or a reason why none does.
 
 `tests/data/published.csv` has one value a row. A judge predicts it from the row's configuration, or from another value
-of the same table (a share of the peak from a rate). `step_tables.TABLES` predict times. `NOT_JUDGED` names the others.
+of the same table (a share of the peak from a rate). `step_tables.TABLES` are times, which `scripts/fit_planner.py`
+judges. `NOT_JUDGED` names the others.
 Every row belongs to exactly one entry of the three.
 """
 

@@ -11,12 +11,12 @@ from jaxdist import explain, plan, train
 from jaxdist.bench.collectives import FIT
 from jaxdist.config import RequestError
 from jaxdist.mesh import DATA
-from jaxdist.planning import target
 from jaxdist.planning.clusters import cluster, to_toml
 from jaxdist.planning.search import advice, text
 from jaxdist.planning.search.estimate import estimate
 from jaxdist.planning.search.plan import search
 from jaxdist.planning.search.reasons import reason
+from jaxdist.programs import target
 from jaxdist.request import STEP_KNOBS, arguments, load
 from tests.tiers import thinned
 
@@ -205,6 +205,6 @@ def test_parameters_that_stay_whole_are_named():
     (note,) = [line for line in told if line.startswith("note  ")]
     assert "warning: data=37 finds no dim to split in blocks." in note
     assert re.search(r" and \d+ more: 100.00% of the parameters are left to every device; set model.embed to ", note)
-    said = text.json(replace(found, looked_at=(sharded,)), wide, [], "")["notes"]
+    said = text.json(replace(found, looked_at=(sharded,)), wide, {}, "")["notes"]
     assert note.endswith(said[0])
-    assert text.json(search(config_of("gpt2_124m"), 8, CLUSTER), wide, [], "")["notes"] == []
+    assert text.json(search(config_of("gpt2_124m"), 8, CLUSTER), wide, {}, "")["notes"] == []

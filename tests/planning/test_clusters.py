@@ -24,6 +24,7 @@ OWN = Cluster(
     across=Link(2.5e10, 0.0),
     overlap=1.25,
     sources=('measured "here"', "and ü"),
+    watts=650.0,
 )
 
 
@@ -57,8 +58,18 @@ DATA_SHEETS = {
     "h100": (450e9, 50e9),
     "h200": (450e9, 50e9),
     "b200": (900e9, 50e9),
+    "a100-40": (300e9, 25e9),
+    "gb200": (900e9, 50e9),
+    "b300": (900e9, 100e9),
+    "h100-pcie": (63e9, 25e9),
+    "l40s": (31.5e9, 6.25e9),
+    "rtx4090": (31.5e9, 1.5625e9),
+    "rtx5090": (63e9, 0.625e9),
 }
-"""Bytes per second of NVLink one way, and of the network card of each GPU."""
+"""Bytes per second one way of NVLink, or of a slot of PCIe, and of each GPU's share of the network cards."""
+
+PER_HOST = {"gh200": 4, "gb200": 72, "rtx5090": 2}
+"""Where it is not eight."""
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -68,11 +79,13 @@ def test_every_shipped_cluster_is_that_of_its_gpu(name):
     assert one.name == name
     assert one.sources
     gpu = GPUS.get(one.gpu)
-    assert (gpu is None) == (name in ("cpu", "v100-nvlink"))
+    assert (gpu is None) == (name in ("cpu", "v100-nvlink", "mi300x"))
     if name in TWO_SITES:
         # One host of h100-ndr in each site.
-        same = {"name": "h100-ndr", "sources": (), "hosts_per_site": 0, "between": None}
-        assert replace(one, **same) == replace(cluster("h100-ndr"), sources=())
+        h100 = cluster("h100-ndr")
+        assert set(h100.sources) < set(one.sources)
+        same = {"name": "h100-ndr", "sources": h100.sources, "hosts_per_site": 0, "between": None}
+        assert replace(one, **same) == h100
         assert (one.per_site, one.sites(8), one.sites(16)) == (8, 1, 2)
         # All that TCP carries over a line of 1 or 10 Gb/s: 1448 bytes of data in a frame of 1538.
         assert one.between.bandwidth == pytest.approx(TWO_SITES[name] / 8 * 1448 / 1538, rel=1e-3)
@@ -82,7 +95,7 @@ def test_every_shipped_cluster_is_that_of_its_gpu(name):
     if gpu:
         assert (one.peak, one.bandwidth) == (gpu.peak, gpu.bandwidth)
         assert one.memory == pytest.approx(GPU_SHARE * gpu.memory)
-        assert one.per_host == (4 if one.gpu == "gh200" else 8)
+        assert one.per_host == PER_HOST.get(one.gpu, 8)
         link, network = DATA_SHEETS[one.gpu]
         assert 0.6 * link <= one.inside.bandwidth <= link
         assert 0.6 * network <= one.across.bandwidth <= network
@@ -92,8 +105,14 @@ def test_every_shipped_cluster_is_that_of_its_gpu(name):
             assert before.startswith(("#", "gpu =")), line
 
 
+GUESSES = {"a100-40", "b300", "gb200-nvl72", "h100-pcie", "l40s", "mi300x", "rtx-4090", "rtx-5090"}
+"""Those of which no step and hardly a link is measured."""
+
+
 def test_the_clusters_of_the_facts_are_there():
-    assert {"a100-hdr", "h100-ndr", "h200-ndr", "alps-gh200", "b200", "v100-nvlink", "cpu", *TWO_SITES} == set(PRESETS)
+    known = {"a100-hdr", "h100-ndr", "h200-ndr", "alps-gh200", "b200", "v100-nvlink", "cpu", *TWO_SITES}
+    assert known | GUESSES == set(PRESETS)
+    assert {name for name, path in PRESETS.items() if "Predictions" in path.read_text()} == GUESSES
     assert cluster("alps-gh200").across.bandwidth == 25e9  # four 200 Gb/s cards a node, one per module
     assert cluster("h100-ndr").matmul == pytest.approx(794.5 / 989, abs=1e-3)
 
@@ -151,9 +170,63 @@ def test_each_mistake_about_sites_is_one_sentence(own, wrong, sentence):
     assert own((r"^\[inside\]\n", SITES.replace(*wrong))) == [sentence]
 
 
+def test_a_file_takes_from_its_base_what_it_does_not_say(tmp_path):
+    (tmp_path / "own.toml").write_text(to_toml(OWN, []))
+    path = tmp_path / "slow.toml"
+    path.write_text('base = "own.toml"\nper_host = 2\nsources = ["here"]\n[across]\nbandwidth = 1e9\n')
+    slow = cluster(str(path))
+    sources = ("here", *OWN.sources)
+    assert slow == replace(OWN, name="slow", per_host=2, across=Link(1e9, OWN.across.latency), sources=sources)
+    # A file of another folder, and a shipped cluster.
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper" / "two.toml").write_text(f'base = "{path}"\nmatmul = 0.6\n')
+    assert cluster(str(tmp_path / "deeper" / "two.toml")) == replace(slow, name="two", matmul=0.6)
+    path.write_text('base = "h100-ndr"\nper_host = 4\n')
+    assert cluster(str(path)) == replace(cluster("h100-ndr"), name="slow", per_host=4)
+
+
+def test_the_numbers_of_a_gpu_are_not_those_of_another_one(tmp_path):
+    """The base may have them for its GPU alone."""
+    (tmp_path / "own.toml").write_text(to_toml(OWN, []))
+    path = tmp_path / "other.toml"
+    path.write_text('base = "own.toml"\ngpu = "b200"\n')
+    other = cluster(str(path))
+    b200 = GPUS["b200"]
+    assert (other.memory, other.peak, other.bandwidth) == (GPU_SHARE * b200.memory, b200.peak, b200.bandwidth)
+    assert (other.per_host, other.matmul, other.inside) == (OWN.per_host, OWN.matmul, OWN.inside)
+    path.write_text('base = "own.toml"\ngpu = "mi100"\n')
+    assert [problem.partition(";")[0] for problem in refused(str(path))] == [
+        f"{path}: {key} is missing" for key in ("memory", "peak", "bandwidth")
+    ]
+
+
+def test_bases_that_are_not_there_and_circles(tmp_path):
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text('base = "h100-nrd"\n')
+    assert refused(str(first)) == [
+        f"{first}: base 'h100-nrd' is neither a cluster nor a file; did you mean 'h100-ndr'?"
+    ]
+    first.write_text("base = 8\n")
+    assert refused(str(first)) == [f'{first}: base is 8: must be a name, such as "h100-ndr"']
+    first.write_text('base = "b.toml"\n')
+    second.write_text('base = "a.toml"\n')
+    assert refused(str(first)) == [
+        f"{second}: base 'a.toml' leads back to itself (a.toml -> b.toml -> a.toml); name another base in one of them"
+    ]
+    first.write_text('base = "a.toml"\n')
+    assert "(a.toml -> a.toml)" in refused(str(first))[0]
+    # What is wrong in the base is told of the file that was asked for.
+    second.write_text(to_toml(OWN, []).replace("per_host = 4", "per_host = 0"))
+    first.write_text('base = "b.toml"\npeek = 1\n')
+    assert refused(str(first)) == [
+        f"{first}: unknown key 'peek'; did you mean 'peak'?",
+        f"{first}: per_host is 0: must be from 1 to 1e+06",
+    ]
+
+
 def test_names_that_are_no_cluster(tmp_path):
     assert refused("h100-nrd") == ["cluster 'h100-nrd' is neither a cluster nor a file; did you mean 'h100-ndr'?"]
-    assert "valid names are a100-hdr, alps-gh200" in refused("nothing")[0]
+    assert "valid names are a100-40, a100-hdr, alps-gh200" in refused("nothing")[0]
     assert "is a folder" in refused(str(tmp_path))[0]
     (tmp_path / "own.toml").write_text("gpu = h100")
     assert "is not valid TOML" in refused(str(tmp_path / "own.toml"))[0]

@@ -9,8 +9,10 @@ from jaxdist.mesh import CONTEXT
 from jaxdist.models import build_decoder
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.collective_time import START
-from jaxdist.planning.search.attention_time import Messages, attention_seconds, ring_waits
+from jaxdist.planning.layer_time import attention
+from jaxdist.planning.rates import rates_of
 from jaxdist.planning.search.estimate import estimate
+from jaxdist.planning.search.ring_time import Messages, ring_waits
 from jaxdist.request import load
 
 H100 = cluster("h100-ndr")
@@ -111,20 +113,21 @@ def test_gradients_over_context_are_not_attention():
 
 
 def test_documents_are_computed_in_full_by_a_slower_kernel():
-    joined = attention_seconds(config_of("context=4", "ring"), H100, 1024, 1, ring=True)
-    apart = attention_seconds(config_of("context=4", "ring", model__documents="apart"), H100, 1024, 1, ring=True)
+    joined = attention(config_of("context=4", "ring"), H100, 1024, 1, ring=True)
+    apart = attention(config_of("context=4", "ring", model__documents="apart"), H100, 1024, 1, ring=True)
     flops = 4 * 1024 * 4096 * 512
-    scores = 1024 * 4096 * 8
-    rate = H100.peak * H100.matmul
-    assert joined == pytest.approx(flops / (0.65 * rate))
-    assert apart == pytest.approx(flops / rate + 16 * scores / H100.bandwidth)
+    scores = 2 * 1024 * 4096 * 8
+    rates = rates_of(H100)
+    assert joined.forward == pytest.approx(flops / (rates.attention * H100.peak))
+    by_matmuls = 2 * flops / (rates.matmul * H100.matmul * H100.peak) + rates.scores * scores / H100.bandwidth
+    assert apart.forward == pytest.approx(by_matmuls)
 
 
 def test_a_ring_computes_what_a_window_hides():
     windowed = config_of("context=4", "ring", model__window="1024")
     whole = config_of("context=4", "ring", model__documents="apart")
-    assert attention_seconds(windowed, H100, 1024, 1, ring=True) == attention_seconds(whole, H100, 1024, 1, ring=True)
-    assert attention_seconds(windowed, H100, 1024, 1) < attention_seconds(config_of("context=4"), H100, 1024, 1)
+    assert attention(windowed, H100, 1024, 1, ring=True) == attention(whole, H100, 1024, 1, ring=True)
+    assert attention(windowed, H100, 1024, 1).forward < attention(config_of("context=4"), H100, 1024, 1).forward
 
 
 def test_a_ring_across_hosts_has_the_slower_link():

@@ -89,7 +89,7 @@ def test_the_first_look_is_near_enough():
     assert np.quantile(held, 0.01) > 0.55
     assert np.quantile(held, 0.99) < 1.5
     rank = lambda a: np.argsort(np.argsort(a))
-    assert np.corrcoef(rank(screen.seconds()[some]), rank([one.seconds for one in exact]))[0, 1] > 0.85
+    assert np.corrcoef(rank(screen.seconds()[some]), rank([one.pessimistic for one in exact]))[0, 1] > 0.85
 
 
 def on(mesh: str, **more: str):

@@ -10,8 +10,9 @@ import pytest
 
 from jaxdist import explain, models
 from jaxdist.config import RequestError
-from jaxdist.planning import report_text, target
+from jaxdist.planning import report_text
 from jaxdist.planning.hardware import GPUS
+from jaxdist.programs import target
 from jaxdist.request import load, outcome
 from jaxdist.training.run import lower_step
 
@@ -160,7 +161,7 @@ def test_two_sites_of_h100():
     assert sum(one.wire_bytes for one in report.outer.transfers) == theory
     link = report.cluster.between.bandwidth / 8
     times = re.search(
-        r"sent over replica: .* once in 5 steps, ([\d.]+) ms at .*; per step .*, ([\d.]+) ms",
+        r"sent over replica: .* once in 5 steps, ([\d.]+) ms by two-sites-1g; per step .*, ([\d.]+) ms",
         "\n".join(report_text.lines(report)),
     )
     assert float(times[1]) == pytest.approx(1e3 * theory / link, abs=0.06)

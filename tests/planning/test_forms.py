@@ -6,15 +6,14 @@ import jax
 import pytest
 
 from jaxdist import models
-from jaxdist.config import Config, ModelConfig, ParallelConfig, RequestError, TrainConfig
+from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.config.stacks import first_layers, stacks_of
 from jaxdist.mesh import parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.models import active_parameters
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.planning import activations, communication, memory, timing
-from jaxdist.planning.hlo import collectives
-from jaxdist.planning.search.plan import check_covered
+from jaxdist.programs.hlo import collectives
 from jaxdist.request.checks.model import decoder_parameters
 from jaxdist.sharding import ONE_DEVICE
 from jaxdist.training.run import Run
@@ -23,13 +22,14 @@ from tests.memory.test_prediction import own_bytes
 
 SIZES = dict(embed=32, heads=8, kv_heads=2, mlp=48, experts=4, expert_mlp=24, vocab=96, sequence=16)
 MODEL = ModelConfig(family="moe", layers=DENSE + 2, **SIZES)
+LATENT = dict(kv_heads=0, head_dim=12, kv_latent=16, q_latent=24, rope_dim=8, value_dim=16)
 ATTENTION = 32 * (8 + 2 * 2) * 4 + 32 * 32
 """Query, key and value, and the output: elements of a layer."""
 
 
 def config(mesh: str, zero: int = 0, **of) -> Config:
     train = TrainConfig(global_batch_size=16)
-    parallel = ParallelConfig(zero=zero, sequence=of.pop("sequence", False))
+    parallel = ParallelConfig(zero=zero, sequence=of.pop("sequence", False), context=of.pop("context", "auto"))
     return Config(mesh=mesh, precision="float32", model=MODEL.model_copy(update=of), parallel=parallel, train=train)
 
 
@@ -89,8 +89,18 @@ def test_the_layer_that_runs_is_of_one_stack():
         pytest.param("expert=2,model=2", 1, True, "block", marks=pytest.mark.slow),
     ],
 )
-def test_elements_that_move_are_those_of_the_program(mesh, zero, sequence, remat):
-    run = Run(config(mesh, zero, sequence=sequence, remat=remat))
+@pytest.mark.parametrize("attention", [{}, pytest.param(LATENT, marks=pytest.mark.slow)], ids=["grouped", "latent"])
+def test_elements_that_move_are_those_of_the_program(mesh, zero, sequence, remat, attention):
+    moves_as_predicted(Run(config(mesh, zero, sequence=sequence, remat=remat, **attention)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["ring", "ulysses"])
+def test_values_of_another_size_than_keys_cross_the_context_as_predicted(form):
+    moves_as_predicted(Run(config("context=2,expert=2", 1, context=form, **LATENT)))
+
+
+def moves_as_predicted(run: Run) -> None:
     predicted, moved = Counter(), Counter()
     for transfer in communication.predict(run.sharded):
         predicted[transfer.kind, transfer.axes] += transfer.elements
@@ -105,8 +115,6 @@ def test_elements_that_move_are_those_of_the_program(mesh, zero, sequence, remat
 def test_what_needs_layers_of_one_form_says_so():
     with pytest.raises(ValueError, match=r"layers of moe are dense and routed, .* set pipeline to 1"):
         stages_of(Split(config("pipeline=2"), parse_mesh("pipeline=2")))
-    with pytest.raises(RequestError, match=r"those of model.family moe are dense and routed; name a mesh"):
-        check_covered(config("data=2"))
 
 
 def test_adapters_stand_beside_the_weights_of_both_forms():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxdist.planning.hlo import Collective, Work, collectives
+from jaxdist.programs.hlo import Collective, Work, collectives
 from tests.communication import reading
 from tests.communication.reading import summary
 from tests.planning.programs import BLOCK, CUBE, OVER_MODEL, computation, found, mesh_of, program, read
@@ -124,6 +124,12 @@ def test_bytes_of_a_mixed_tuple():
     (one,) = read(f"(f32[8]{{0}}, bf16[6]{{0}}, f32[1]{{0}}) all-reduce(%p, %q, %r), {OVER_MODEL}")
     assert (one.sizes, one.dtypes, one.elements) == ((("bf16", 6), ("f32", 9)), ("bf16", "f32"), 15)
     assert (one.payload_bytes, one.wire, one.wire_bytes) == (6 * 2 + 9 * 4, 2 / 2 * 15, 2 / 2 * 48)
+
+
+def test_an_array_of_one_element_is_no_scalar():
+    """A number of each layer, where there is one layer, is among what a prediction counts; a loss is not."""
+    (one,) = read(f"(f32[8]{{0}}, f32[1]{{0}}, f32[]) all-reduce(%p, %q, %r), {OVER_MODEL}")
+    assert (one.scalars, one.array_elements, one.array_bytes) == (("f32",), 9, 36)
 
 
 def test_what_cannot_be_counted_raises():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdist.planning.hlo import Collective, Work, collectives
+from jaxdist.programs.hlo import Collective, Work, collectives
 from tests.planning.programs import CUBE, OVER_MODEL, computation, looped, mesh_of, program, read
 
 pytestmark = pytest.mark.smoke
@@ -103,7 +103,7 @@ def test_each_form_counts_once(instruction, sizes):
     opcode = instruction.split("(%")[0].split("(f32[8]{0:T")[0].split()[-1]
     kind, asynchronous = opcode.removesuffix("-start"), opcode.endswith("-start")
     done = [f"f32[8]{{0}} {kind}-done(%0)"] if asynchronous else []
-    scalars = tuple(dtype for dtype, elements in sizes.items() if elements == 1)
+    scalars = tuple(dtype for dtype in sizes if f"{dtype}[]" in instruction)
     expected = Collective(kind, ("model",), 2, tuple(sorted(sizes.items())), scalars, sync=not asynchronous)
     assert read(f"{instruction}, {OVER_MODEL}", *done) == [expected]
 

@@ -6,8 +6,8 @@ import pytest
 
 from jaxdist.explain import explain
 from jaxdist.models.loss import CHUNK_ROWS
-from jaxdist.planning import target
-from jaxdist.planning.kernels import Kernels, held, kernels
+from jaxdist.programs import target
+from jaxdist.programs.kernels import Kernels, held, kernels
 from jaxdist.request import load
 from tests.planning.programs import computation, program
 

@@ -11,13 +11,13 @@ from jaxdist.config.model import FAMILIES
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.planning import activations, communication, memory, timing
-from jaxdist.planning.hlo import collectives
 from jaxdist.planning.pipelines import pipeline_of, uneven
+from jaxdist.programs.hlo import collectives
 from jaxdist.request.checks import problems
 from jaxdist.request.knobs import KNOBS
 from jaxdist.sharding import ONE_DEVICE
 from jaxdist.training.run import Run
-from jaxdist.training.summary import outlook
+from jaxdist.training.summary import chosen_factors, outlook
 from tests.kinds import llama_of_several_kinds  # noqa: F401  # used by itself
 from tests.planning import pipelines
 
@@ -46,6 +46,16 @@ def test_the_formula_gives_the_flops():
     matrices = 7 * timing.matrices_per_layer(MODEL) + MODEL.vocab * MODEL.embed
     assert math.isclose(6 * matrices + found, timing.flops_per_token(MODEL), rel_tol=1e-3)
     assert timing.in_window(MODEL) == "; attention in a window of 16 tokens in 5 of 7 layers"
+
+
+def test_the_factors_of_longrope_are_said():
+    rope = "longrope,factor=4,original=1024,short=1:1,long=2:4"
+    model = MODEL.model_copy(update={"rope_scaling": rope})
+    (said,) = chosen_factors(model)
+    assert said == "LongRoPE's short factors, since rows have at most 1,024 tokens"
+    (said,) = chosen_factors(model.model_copy(update={"sequence": 1025}))
+    assert said == "LongRoPE's long factors, since rows have more than 1,024 tokens"
+    assert chosen_factors(MODEL) == []
 
 
 def test_a_layer_without_a_window_decides_how_many_scores_there_are(monkeypatch):

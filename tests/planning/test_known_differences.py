@@ -10,14 +10,14 @@ from jaxdist import explain, models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split
-from jaxdist.planning import target
-from jaxdist.planning.cross_compile import Program
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.hlo import Collective
-from jaxdist.planning.kernels import Kernels
 from jaxdist.planning.known_differences import KNOWN
 from jaxdist.planning.predicted_collectives import ALL_REDUCE, Transfer
 from jaxdist.planning.report import Report
+from jaxdist.programs import target
+from jaxdist.programs.cross_compile import Program
+from jaxdist.programs.hlo import Collective
+from jaxdist.programs.kernels import Kernels
 from jaxdist.request import load, outcome
 from jaxdist.sharding import Layout
 from tests.planning.pipelines import config as pipeline

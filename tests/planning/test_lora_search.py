@@ -6,15 +6,17 @@ import pytest
 from jaxdist.config import Config, ModelConfig, RequestError, lora
 from jaxdist.config.trained import trained_beside
 from jaxdist.models import build
+from jaxdist.planning import kernels_time
 from jaxdist.planning.clusters import cluster
+from jaxdist.planning.layer_time import layer_times, speed_of
 from jaxdist.planning.model_report import model_size
+from jaxdist.planning.rates import rates_of
 from jaxdist.planning.search import text
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
-from jaxdist.planning.search.estimate import estimate, layer_times
+from jaxdist.planning.search.estimate import Estimate, estimate
 from jaxdist.planning.search.plan import search
-from jaxdist.planning.search.products import matmul_rate
 from jaxdist.planning.search.screen import Screen
-from jaxdist.planning.timing import flops_of_padding, flops_per_token
+from jaxdist.planning.timing import flops_of_padding, flops_per_token, forward_flops_per_token
 from jaxdist.request import load
 from jaxdist.sharding import named
 
@@ -67,11 +69,15 @@ def test_llama_8b_fits_one_gpu_and_a_step_takes_two_thirds_of_the_time():
     assert 0.6 < adapted.seconds / whole.seconds < 0.75
 
 
-@pytest.mark.parametrize(("precision", "base"), [("bfloat16", "bfloat16"), ("mixed", "float32")])
-def test_the_first_look_at_frozen_weights_is_near_the_prediction(precision, base):
+@pytest.mark.parametrize(
+    ("precision", "base", "objective"),
+    [("bfloat16", "bfloat16", "dpo"), ("mixed", "float32", "cross-entropy")],
+)
+def test_the_first_look_at_frozen_weights_is_near_the_prediction(precision, base, objective):
     """Rows are so short that most of the bytes are those of weights, with or without a copy that is cast."""
     sizes = {"model.layers": "4", "model.sequence": "256", "model.lora_rank": "16", "model.lora_base": base}
-    config = load("llama31_8b", {"precision": precision, "train.global_batch_size": "8", **sizes})
+    asked = {"precision": precision, "train.objective": objective, "train.global_batch_size": "8"}
+    config = load("llama31_8b", {**asked, **sizes})
     columns = candidates(config, meshes(config, 8))
     columns = {name: column[::100] for name, column in columns.items()}
     model = build(config.model)
@@ -79,7 +85,7 @@ def test_the_first_look_at_frozen_weights_is_near_the_prediction(precision, base
     exact = [estimate(candidate_config(config, row), model, CLUSTER) for row in rows]
     screen = Screen(config, model, CLUSTER, columns)
     memory = screen.memory() / np.array([one.memory.total for one in exact])
-    seconds = screen.seconds() / np.array([one.seconds for one in exact])
+    seconds = screen.seconds() / np.array([one.pessimistic for one in exact])
     assert memory.min() > 0.8
     assert memory.max() < 1.15
     assert 0.9 < np.median(seconds) < 1.1
@@ -97,11 +103,42 @@ def test_a_step_without_gradients_of_frozen_weights_takes_less_than_a_whole_one(
     assert "--init-from" not in text.command(every, llama(), "llama31_8b")
 
 
+def test_a_step_on_pairs_takes_longer_by_the_forward_pass_of_its_reference_and_by_logits():
+    """A half of the products more, of a step that makes hardly a gradient of weights, and of attention less."""
+    one = {"mesh": "1x1x1", "precision": "bfloat16", "train.global_batch_size": "4"}
+
+    def of(objective: str, **more: str) -> Estimate:
+        config = llama(**one, **more, **{"train.objective": objective})
+        return estimate(config, build(config.model), CLUSTER)
+
+    plain, pairs = (of(objective, **ADAPTED) for objective in ("cross-entropy", "dpo"))
+    assert 1.25 < pairs.parts["arithmetic"] / plain.parts["arithmetic"] < 1.4
+    flops, forward = (count(plain.config.model) for count in (flops_per_token, forward_flops_per_token))
+    assert pairs.mfu * pairs.seconds / (plain.mfu * plain.seconds) == pytest.approx(1 + forward / flops)
+    assert text.command(pairs, llama(), "llama31_8b").count("--train.objective dpo") == 1
+    # A run of all weights has its reference already: a number for each of 4 rows, and the logits are made twice.
+    plain, pairs = (of(objective) for objective in ("cross-entropy", "dpo"))
+    head = 2 * 4 * 8192 * 128256 * 4096 / speed_of(pairs.config, CLUSTER).matmul
+    assert pairs.parts["arithmetic"] - plain.parts["arithmetic"] == pytest.approx(head)
+    assert pairs.memory.batch - plain.memory.batch == 4 * 4
+
+
+def test_candidates_for_pairs_leave_both_rows_of_a_pair_on_a_device():
+    config = llama(**ADAPTED, **{"train.objective": "dpo"})
+    columns = candidates(config, meshes(config, 64))
+    rows = 64 // (columns["data"] * columns["replica"] * columns["micro"])
+    assert {2, 4} < set(rows.tolist())
+    assert (rows % 2 == 0).all()
+
+
 def test_a_frozen_router_and_frozen_experts_have_no_gradients():
     whole = load("mixtral_8x7b", {"precision": "bfloat16", "mesh": "1x1x1", "train.global_batch_size": "1"})
     adapted = whole.with_knobs({"model.lora_rank": 16})
     assert flops_of_padding(adapted.model, 1.5) / flops_of_padding(whole.model, 1.5) == pytest.approx(4 / 6)
-    times = dict(tokens=4096, parts=1, saved=0, stashed=0, recomputes_attention=False, recomputes_all=False)
+    times = dict(tokens=4096, parts=1, splits_residual=False, stashed=0)
+    times |= dict(recomputes_attention=False, recomputes_all=False)
     *_, of_weights = layer_times(adapted, CLUSTER, **times)
-    adapters = 2 * 4096 * trained_beside(adapted.model)
-    assert of_weights == pytest.approx(adapters / matmul_rate(adapted, CLUSTER))
+    speed = speed_of(adapted, CLUSTER)
+    moved = 0.75 * kernels_time.moved(4096, adapted.model.embed, 1, False, speed, rates_of(CLUSTER))
+    adapters = 2 * 4096 * trained_beside(adapted.model) / speed.matmul
+    assert of_weights == pytest.approx(adapters + moved, rel=0.01)

@@ -6,10 +6,10 @@ from jaxdist.cluster import xla_options
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.explain import explain
 from jaxdist.mesh import abstract_mesh, parse_mesh
-from jaxdist.planning import target
-from jaxdist.planning.cross_compile import compile_apart
-from jaxdist.planning.hlo import collectives
-from jaxdist.planning.overlap import Sent, by_axes, line
+from jaxdist.programs import target
+from jaxdist.programs.cross_compile import compile_apart
+from jaxdist.programs.hlo import collectives
+from jaxdist.programs.overlap import Sent, by_axes, line
 from tests.planning import lowering
 from tests.planning.programs import CUBE, OVER_MODEL, computation, program
 

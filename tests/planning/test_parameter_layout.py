@@ -172,7 +172,8 @@ def test_a_dry_run_names_the_gpus_that_are_large_enough(capsys):
     """Of 97 GiB on each device: those with more for JAX, smallest first."""
     said = dry_run(capsys, "llama_70b", "--mesh=data=64,model=8")
     assert said["memory"].startswith("97.3 GiB of unknown capacity")
-    assert said["would fit"].startswith("h200 (128.6 GiB), b200 (164.1 GiB) of the GPUs a100, ")
+    large = "h200 (128.6 GiB), b200 (164.1 GiB), gb200 (169.6 GiB), b300 (254.5 GiB)"
+    assert said["would fit"].startswith(f"{large} of the GPUs a100, ")
 
 
 def test_a_dry_run_tells_of_experts_and_of_what_is_active(capsys):
@@ -185,7 +186,7 @@ def test_a_dry_run_tells_of_experts_and_of_what_is_active(capsys):
 
 
 def test_a_dry_run_says_that_no_gpu_is_large_enough(capsys):
-    assert dry_run(capsys, "llama_70b")["would fit"].startswith("none of the GPUs a100, gh200, h100, ")
+    assert dry_run(capsys, "llama_70b")["would fit"].startswith("none of the GPUs a100, a100-40, gh200, h100, ")
 
 
 def test_a_dry_run_compares_with_a_gpu(capsys):

@@ -18,17 +18,18 @@ from jaxdist.config import RequestError
 from jaxdist.explain import explain
 from jaxdist.models import build
 from jaxdist.output import pictures
-from jaxdist.planning import target
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.collective_time import ranks_inside
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.search import picture
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import FORMULAS, estimate
-from jaxdist.planning.search.plan import ROOM, TIE, search
-from jaxdist.planning.search.questions import alone, scaling, why_not
+from jaxdist.planning.search.plan import ROOM, search
+from jaxdist.planning.search.questions import alone, why_not
 from jaxdist.planning.search.screen import Screen
-from jaxdist.planning.transfer_time import exposed
+from jaxdist.planning.search.sizing import scaling
+from jaxdist.planning.step_time import exposed
+from jaxdist.programs import target
 from jaxdist.request import load
 from jaxdist.request.knobs import KNOBS
 from jaxdist.request.reading import found_in
@@ -59,9 +60,9 @@ def every(small):
 def test_what_is_found_is_the_fastest_of_all(small, every, memory):
     tight = replace(CLUSTER, memory=memory)
     found = search(small, 8, tight)
-    fastest = min(one.seconds for one in every[1] if one.memory.total <= memory)
-    assert min(one.seconds for one in found.ranked) <= 1.005 * fastest
-    assert found.ranked[0].seconds <= (1 + TIE) * fastest
+    fastest = min(one.pessimistic for one in every[1] if one.memory.total <= memory)
+    assert found.fitting[0].pessimistic <= 1.005 * fastest
+    assert found.tied(found.ranked[0])
     assert found.ranked[0].fits
 
 
@@ -82,7 +83,7 @@ def test_the_first_look_is_near_enough(small, every):
     columns, exact = every
     screen = Screen(small, build(small.model), CLUSTER, columns)
     held = np.array([one.memory.total for one in exact])
-    times = np.array([one.seconds for one in exact])
+    times = np.array([one.pessimistic for one in exact])
     assert np.quantile(screen.memory() / held, 0.01) > 0.6
     assert np.quantile(screen.memory() / held, 0.99) < 1.5
     rank = lambda a: np.argsort(np.argsort(a))
@@ -96,7 +97,7 @@ def test_a_backward_pass_in_two_pieces_hands_on_what_it_stashes():
     arithmetic = lambda config: estimate(config, build(config.model), CLUSTER).parts["arithmetic"]
     layer = 6 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336
     written_and_read = 2 * 2 * layer * (32 // 8) * 8192 * 16
-    assert arithmetic(split) - arithmetic(whole) == pytest.approx(written_and_read / CLUSTER.bandwidth)
+    assert arithmetic(split) - arithmetic(whole) == pytest.approx(written_and_read / CLUSTER.bandwidth, rel=0.01)
 
 
 @pytest.mark.parametrize("unit", [1, 2**26])
@@ -168,9 +169,8 @@ def test_tensors_are_not_split_across_hosts():
 @pytest.mark.parametrize("overlap", [1.0, 1.25, 2.0])
 @pytest.mark.parametrize(("communication", "arithmetic"), [(1.0, 4.0), (4.0, 1.0), (2.0, 2.0), (0.0, 3.0), (3.0, 0.0)])
 def test_what_runs_at_once_slows_down_for_as_long_as_both_run(communication, arithmetic, overlap):
-    cluster = replace(CLUSTER, overlap=overlap)
     both = max(communication, arithmetic) + (overlap - 1) * min(communication, arithmetic)
-    assert arithmetic + exposed(communication, arithmetic, cluster) == pytest.approx(both)
+    assert arithmetic + exposed(communication, arithmetic, overlap - 1) == pytest.approx(both)
 
 
 @pytest.mark.parametrize(
@@ -284,8 +284,8 @@ def test_devices_that_no_mesh_uses():
 def test_thousands_of_devices_take_no_time():
     """A bound against hanging, four times what is promised, of this process's own time."""
     began = time.process_time()
-    search(config_of("llama_70b", train__global_batch_size="4096"), 4096, CLUSTER)
-    assert time.process_time() - began < 4
+    search(config_of("llama_70b", train__global_batch_size="16384"), 16384, CLUSTER)
+    assert time.process_time() - began < 12
 
 
 def test_the_command_writes_what_train_takes(tmp_path, capsys):
@@ -368,9 +368,9 @@ def test_no_backend_is_initialised():
 
 def test_the_shipped_clusters_have_what_a_run_lets_jax_take(capsys):
     """So that the command of a plan needs nothing before it, however full a GPU is."""
-    assert command.main(["llama_70b", "--devices=32"]) == 0
+    assert command.main(["llama_70b", "--devices=256", "--precision=mixed"]) == 0
     told = capsys.readouterr().out
-    assert float(re.search(r"^1 .*\((\d+)%\)", told, re.MULTILINE)[1]) > 90
+    assert float(re.search(r"^1 .*\((\d+)%\)", told, re.MULTILINE)[1]) > 80
     assert "\ntrain       python -m jaxdist.train llama_70b" in told
 
 

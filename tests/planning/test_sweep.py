@@ -3,7 +3,7 @@
 import pytest
 
 from jaxdist.explain import explain
-from jaxdist.planning import target
+from jaxdist.programs import target
 from jaxdist.request import load
 
 GPUS = pytest.param(

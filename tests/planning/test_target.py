@@ -11,10 +11,10 @@ import pytest
 
 from jaxdist.cluster import gpus, runtime
 from jaxdist.config import RequestError
-from jaxdist.planning import target
 from jaxdist.planning.clusters import of_gpu
-from jaxdist.planning.cross_compile import compile_apart
 from jaxdist.planning.hardware import CARDS, GPUS, peak_flops
+from jaxdist.programs import target
+from jaxdist.programs.cross_compile import compile_apart
 from tests.planning import lowering
 from tests.tiers import exhaustive, thinned
 
@@ -38,22 +38,27 @@ def test_each_gpu_is_known_by_its_kind(name):
 def test_a_sister_is_not_taken_for_it():
     """GB200 has b200 in its name, and more FLOP/s."""
     assert (peak_flops("NVIDIA GB200", "bfloat16"), peak_flops("NVIDIA B200", "bfloat16")) == (2500e12, 2250e12)
-    assert peak_flops("NVIDIA B300 SXM6 AC", "bfloat16") is None
+    assert (peak_flops("NVIDIA GB300", "bfloat16"), peak_flops("NVIDIA B300", "bfloat16")) == (2500e12, 2250e12)
+    assert (peak_flops("NVIDIA A100-SXM4-40GB", "bfloat16"), GPUS["a100-40"].memory < 2**36) == (312e12, True)
     assert (peak_flops("NVIDIA L40S", "bfloat16"), peak_flops("NVIDIA L4", "bfloat16")) == (362e12, 121e12)
     assert {peak_flops(f"NVIDIA {name}", "bfloat16") for name in ("L40", "A10", "GeForce RTX 4090 D")} == {None}
 
 
-def test_cards_have_24_or_48_gb_and_the_float32_flops_of_their_data_sheets():
-    sheets = {"a6000": (48, 38.7), "l4": (24, 30.3), "l40s": (48, 91.6), "rtx4090": (24, 82.6)}
+def test_cards_have_24_to_48_gb_and_the_float32_flops_of_their_data_sheets():
+    sheets = {"a6000": (48, 38.7), "l4": (24, 30.3), "l40s": (48, 91.6), "rtx4090": (24, 82.6), "rtx5090": (32, 104.8)}
     assert set(CARDS) == set(sheets)
     for name, (gigabytes, teraflops) in sheets.items():
         gpu = GPUS[name]
         assert 0.9 * gigabytes * 2**30 < gpu.memory < gigabytes * 2**30
         assert round(gpu.peak_f32 / 1e12, 1) == teraflops
         assert "threads_per_core_limit: 1536\n" in target.text(gpu)
-        # Their links are not known: as many as are asked for are taken to be in one host.
-        assert of_gpu(name) is None
-        assert target.hosts(name, 3) == (1, 3)
+    # Of two, no links are known: as many as are asked for are taken to be in one host.
+    assert [name for name in CARDS if of_gpu(name) is None] == ["a6000", "l4"]
+    assert (target.hosts("l4", 12), target.hosts("rtx4090", 16), target.hosts("rtx5090", 2)) == (
+        (1, 12),
+        (2, 8),
+        (1, 2),
+    )
 
 
 def test_gibibytes_and_gigabytes_are_not_confused():
@@ -71,7 +76,8 @@ def test_names_and_counts():
     assert target.hosts("h100", 512) == (64, 8)
     assert target.hosts("gh200", 512) == (128, 4)
     assert target.hosts("h100", 4) == (1, 4)
-    assert refused(target.hosts, "h100", 12) == "12 devices do not fill hosts of 8 h100; ask for 8 or 16"
+    # What does not fill hosts lies in equal parts of them.
+    assert [target.hosts("h100", count) for count in (12, 9, 20)] == [(3, 4), (9, 1), (5, 4)]
     assert refused(target.hosts, "h10", 8) == "target 'h10' is not known; did you mean 'h100'?"
     assert "ask for 1 or more" in refused(target.hosts, "h100", 0)
 
@@ -113,6 +119,7 @@ def test_what_fits_with_a_larger_share(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_process")
 def test_a_program_of_more_cpu_devices_than_here(monkeypatch, capfd):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_cpu_enable_fast_math=false")
     program = compile_apart(lowering.product, None, 12)
@@ -130,7 +137,7 @@ def test_a_program_of_more_cpu_devices_than_here(monkeypatch, capfd):
 def test_this_process_keeps_its_backend():
     """In a fresh one: neither is a backend made, nor does `lower` need to be imported with jax's platform set."""
     code = (
-        "from tests.planning import lowering; from jaxdist.planning.cross_compile import compile_apart;"
+        "from tests.planning import lowering; from jaxdist.programs.cross_compile import compile_apart;"
         "compile_apart(lowering.product, None, 3); from jax._src import xla_bridge;"
         "assert not xla_bridge.backends_are_initialized()"
     )
@@ -139,6 +146,7 @@ def test_this_process_keeps_its_backend():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_process")
 def test_errors_come_back_as_they_are():
     with pytest.raises(RequestError) as request:
         compile_apart(lowering.mistakes, None, 1)
@@ -153,7 +161,9 @@ def test_errors_come_back_as_they_are():
     assert "1024 devices at most, not 1025" in refused(compile_apart, lowering.product, None, 1025)
 
 
-def test_a_process_that_dies():
+@pytest.mark.parametrize("how", ["own_process", "compile_workers"])
+def test_a_process_that_dies(how, request):
+    request.getfixturevalue(how)
     with pytest.raises(RuntimeError, match=r"for 2 x CPU device was killed by SIGKILL, as happens .*: last words$"):
         compile_apart(lowering.crash, None, 2)
 
@@ -165,12 +175,16 @@ def test_a_function_of_the_script_is_refused(monkeypatch):
         compile_apart(lowering.product, None, 1)
 
 
+OFTEN = ("a100", "gh200", "h100", "h200", "b200")
+"""A GPU of each module; the others differ from one of these in sizes alone, or are cards."""
+
+
 @needs_plugin
 @pytest.mark.parametrize(
     "name",
     [
-        *thinned(zip([name for name in GPUS if name not in CARDS]), len(GPUS) - len(CARDS), first=1),
-        *exhaustive(zip(CARDS)),
+        *thinned(zip(OFTEN), len(OFTEN), first=1),
+        *exhaustive(zip([name for name in GPUS if name not in OFTEN])),
     ],
 )
 def test_a_program_for_each_gpu(name, capfd):

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxdist import models
-from jaxdist.config import ModelConfig
+from jaxdist.config import Config, ModelConfig
 from jaxdist.planning.hardware import GPUS, peak_flops
 from jaxdist.planning.timing import flops_formula, flops_of_padding, flops_per_token, in_window
 from jaxdist.request import load
@@ -62,7 +62,7 @@ def test_attention_is_as_wide_as_its_heads():
 
 def test_the_formula_names_what_it_counts():
     c = ModelConfig(family="llama", embed=64, heads=4, sequence=100)
-    told = lambda **sizes: flops_formula(c.model_copy(update=sizes)).partition("included) + ")[2]
+    told = lambda **sizes: flops_formula(Config(model=c.model_copy(update=sizes))).partition("included) + ")[2]
     assert told() == told(window=100, head_dim=16) == "6 x layers x sequence x embed (causal attention)"
     assert told(head_dim=32) == "6 x layers x sequence x heads x head_dim (causal attention)"
     in_window = "6 x layers x (2 x window - window^2 / sequence) x embed (causal attention in a window)"
@@ -86,7 +86,7 @@ def test_of_the_experts_only_those_of_a_token_multiply_it(routed):
     assert flops_per_token(c) == 6 * (c.layers * layer + c.vocab * 64) + 6 * c.layers * c.sequence * 64
     more = c.model_copy(update={"experts": 16})
     assert flops_per_token(more) - flops_per_token(c) == 6 * c.layers * 64 * 8
-    assert "active matrix parameters (output table included, 2 of 8 experts)" in flops_formula(c)
+    assert "active matrix parameters (output table included, 2 of 8 experts)" in flops_formula(Config(model=c))
 
 
 def test_padding_costs_flops_of_the_chosen_experts_alone(routed):

@@ -24,7 +24,7 @@ PATIENCE = 20
 WORK = (
     "jaxdist.cluster.job.Job.__enter__",
     "jaxdist.planning.search.plan.search",
-    "jaxdist.planning.cross_compile.compile_apart",
+    "jaxdist.programs.cross_compile.compile_apart",
     "jaxdist.training.export.write_safetensors",
     "jaxdist.training.export.write_folder",
     "jaxdist.data.survey.look.look",

@@ -182,8 +182,11 @@ def test_configs_are_in_the_package():
     names = {
         *("cnn_digits", "gpt_tiny", "gpt2_124m", "llama_1b", "llama_3b", "llama_8b", "llama_70b"),
         *("llama2_7b", "llama31_8b", "llama31_70b", "llama32_1b", "llama32_3b", "mistral_7b", "tinyllama_11b"),
-        *("mixtral_8x7b", "moe_tiny", "olmoe_1b_7b", "qwen3_30b_a3b"),
+        *("phi4_14b", "gemma3_1b", "gemma3_27b"),
+        *("deepseek_v3_671b", "mixtral_8x7b", "moe_tiny", "olmoe_1b_7b", "qwen3_30b_a3b"),
         *("qwen25_05b", "qwen25_7b", "qwen3_06b", "qwen3_4b", "qwen3_8b", "smollm2_135m", "smollm2_17b"),
+        *("apertus_70b", "gptoss_20b", "gptoss_120b"),
+        *("apertus_8b", "olmo2_7b", "pythia_160m", "smollm3_3b"),
     }
     assert {path.name for path in (package / "configs").iterdir()} == {"clusters", *(f"{name}.toml" for name in names)}
 

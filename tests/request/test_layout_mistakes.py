@@ -41,6 +41,15 @@ MODEL = {
         "--model.family llama --model.rope-theta 1 --model.rope-scaling yarn,factor=4,original=64",
         [("model.rope_theta is 1", "yarn", "set model.rope_theta above 1, or model.rope_scaling to linear")],
     ),
+    "longrope for heads of another size": Wrong(
+        "--model.family llama --model.rope-scaling longrope,factor=2,original=64,short=1:1,long=2:2",
+        [("longrope has 2 numbers in short and in long", "a head of 32 turned dims has 16 pairs")],
+    ),
+    "longrope for heads that are turned in part": Wrong(
+        "--model.family llama --model.rotary-fraction 0.125 "
+        "--model.rope-scaling longrope,factor=2,original=64,short=1:1:1,long=2:2:2",
+        [("longrope has 3 numbers in short and in long", "a head of 4 turned dims has 2 pairs")],
+    ),
     "kv heads of gpt": Wrong("--model.kv-heads 2", [("model.kv_heads is 2", "model.family gpt", "default is 0")]),
     "rotary base of gpt": Wrong("--model.rope-theta 1e4", [("rope_theta is 10000.0", "gpt", "default is 500000.0")]),
     "dropout of llama": Wrong(
@@ -57,6 +66,38 @@ MIXTURE = {
                 "set model.experts_per_token to 4, or model.experts to 5",
             )
         ],
+    ),
+    "no layer with experts": Wrong(
+        "--model.family moe --model.dense-layers 4",
+        [("model.dense_layers 4 leaves no layer with experts of model.layers 4; set model.dense_layers to 3",)],
+    ),
+    "uneven groups": Wrong(
+        "--model.family moe --model.router-group-score best --model.router-groups 3",
+        [("model.experts 8 does not divide by model.router_groups 3; set model.router_groups to 2 or 4",)],
+    ),
+    "groups of one expert": Wrong(
+        "--model.family moe --model.router-group-score best-two --model.router-groups 8 --model.router-groups-kept 2",
+        [("adds the two best scores of a group", "set model.router_groups to at most 4")],
+    ),
+    "more groups kept than there are": Wrong(
+        "--model.family moe --model.router-group-score best --model.router-groups 2 --model.router-groups-kept 3",
+        [("model.router_groups_kept 3 is more than model.router_groups 2; set model.router_groups_kept to 2",)],
+    ),
+    "too few experts to choose from": Wrong(
+        "--model.family moe --model.router-group-score best --model.router-groups 8",
+        [("leaves 1 experts to choose from, and model.experts_per_token is 2; set model.router_groups_kept to 2",)],
+    ),
+    "latent attention without what RoPE turns, and with what it does not know": Wrong(
+        "--model.family llama --model.kv-latent 16 --model.qkv-bias true --model.qk-norm head --model.kv-heads 2",
+        [
+            ("model.rope_dim is 0, but rotary positions rotate pairs", "set model.rope_dim to 2"),
+            ("for each of model.heads 4, but model.kv_heads is 2; leave it out",),
+            ("knows no model.qkv_bias true and no model.qk_norm head; leave it out",),
+        ],
+    ),
+    "adapters of latent attention and of several forms": Wrong(
+        "--model.family moe --model.kv-latent 16 --model.rope-dim 8 --model.dense-layers 1 --model.lora-rank 4",
+        [("its weights have no adapters", "set model.lora_rank to 0"), ("gives layers several forms",)],
     ),
     "experts that the axis does not divide": Wrong(
         "--model.family moe --model.experts 6 --mesh expert=4 --train.global-batch-size 48",

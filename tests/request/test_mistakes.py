@@ -30,7 +30,7 @@ ONE_KNOB = {
     "stage in words": Wrong("--parallel.zero full", [("parallel.zero is 'full': valid are 0, 1, 2, 3",)]),
     "near family": Wrong(
         "--model.family lama",
-        [("'lama': valid are gpt, llama, moe, ", "cnn, resnet18, resnet50; did you mean 'llama'?")],
+        [("'lama': valid are gpt, llama, gemma, moe, ", "cnn, resnet18, resnet50; did you mean 'llama'?")],
     ),
     "near precision": Wrong("--precision mix", [("auto, float32, bfloat16, mixed; did you mean 'mixed'?",)]),
     "knob of text": Wrong("cnn_digits --model.heads 8", [("model.heads is 8, but model.family cnn does not use it",)]),
@@ -121,7 +121,7 @@ NAMES = {
 
 FILES = {
     "no such config": Wrong("gpt_tny", [("config 'gpt_tny' is neither", "did you mean 'gpt_tiny'?")]),
-    "no such file": Wrong("a/b.toml", [("config 'a/b.toml'", "valid names are cnn_digits, gpt2_124m, gpt_tiny")]),
+    "no such file": Wrong("a/b.toml", [("config 'a/b.toml'", "valid names are apertus_70b, apertus_8b, cnn_digits")]),
     "folder": Wrong("FOLDER", [("config '", "' is a folder", "/config.toml")]),
     "no run": Wrong("", [("evaluate needs a RUN",)], positional="RUN"),
     "not a run": Wrong("none --train.steps 5", [("'none'", "no config.toml"), ("no effect",)], positional="RUN"),
@@ -238,6 +238,15 @@ COMBINATIONS = {
     "adapter of a gate that is not there": Wrong(
         "--model.lora-rank 4 --model.lora-targets gate_proj", [("names gate_proj", "gpt has no such weight")]
     ),
+    "a quantized base without adapters": Wrong("--model.lora-base nf4", [("lora_base is nf4", "lora_rank 0 does not")]),
+    "a quantized base of experts": Wrong(
+        "moe_tiny --model.lora-rank 4 --model.lora-base int8",
+        [("lora_base is int8", "family moe has experts", "lora_base to bfloat16")],
+    ),
+    "a quantized base of odd width": Wrong(
+        "--model.lora-rank 4 --model.lora-base nf4 --model.embed 96 --model.heads 4",
+        [("blocks are 64 numbers", "model.embed, but that is 96", "lora_base to bfloat16")],
+    ),
     "adapters wider than the model": Wrong("--model.lora-rank 129", [("lora_rank 129 is more than model.embed 128",)]),
     "adapters in local steps": Wrong(
         "--model.lora-rank 4 --train.local-steps 2 --mesh replica=2", [("local_steps is 2", "lora_rank 4 freezes")]
@@ -246,6 +255,28 @@ COMBINATIONS = {
         "--model.lora-rank 4 --mesh 1x1x2 --pipeline.schedule pipedream --optimizer.clip 0",
         [("pipeline.schedule is pipedream", "lora_rank 4 freezes", "pipeline.schedule to 1f1b")],
     ),
+    "packed pairs": Wrong("--train.objective dpo --data.pack best-fit", [("objective is dpo", "data.pack to cut")]),
+    "pairs of which all is learned": Wrong(
+        "--train.objective dpo --data.learn all",
+        [("rows of none of the data are conversations",), ("objective is dpo", "data.learn to assistant or last")],
+    ),
+    "pairs of a mixture": Wrong(
+        "--train.objective dpo --data.mixture a*1,b*1",
+        [("'a' does not exist",), ("'b' does not exist",), ("objective is dpo", "one source", "in one data.path")],
+    ),
+    "pairs in local steps": Wrong(
+        "--train.objective dpo --train.local-steps 2 --mesh replica=2", [("objective is dpo", "local_steps to 0")]
+    ),
+    "pairs in PipeDream": Wrong(
+        "--train.objective dpo --mesh 1x1x2 --pipeline.schedule pipedream --optimizer.clip 0",
+        [("objective is dpo", "pipedream", "pipeline.schedule to 1f1b")],
+    ),
+    "a pair on two devices": Wrong(
+        "--train.objective dpo --mesh 4x1x1 --train.global-batch-size 12",
+        [("gives each device 3 rows", "both rows of a pair", "global_batch_size to 8 or 16")],
+    ),
+    "pairs of images": Wrong("cnn_digits --train.objective dpo", [("objective is dpo", "family cnn does not use it")]),
+    "a beta of no pairs": Wrong("--train.dpo-beta 0.2", [("dpo_beta is 0.2", "objective cross-entropy does not use")]),
     "samples of nothing": Wrong("--sample.every 5", [("sample.every is 5", "sample.prompts has no text")]),
     "samples never": Wrong("--sample.prompts def", [("sample.prompts is 'def'", "sample.every 0", "not use it")]),
     "samples of images": Wrong("cnn_digits --sample.every 5", [("sample.every is 5", "cnn writes no text")]),

@@ -43,11 +43,31 @@ def problems(text: str, **overrides) -> list[str]:
 def test_a_table_is_read_and_written_the_same(folder):
     config = asked(TABLE)
     mixture = config.data.mixture
-    assert [tuple(source) for source in mixture.sources] == [("web.txt", "web.txt"), ("code", "src")]
+    assert [(source.name, source.path, source.text) for source in mixture.sources] == [
+        ("web.txt", "web.txt", None),
+        ("code", "src", None),
+    ]
     assert [tuple(phase) for phase in mixture.phases] == [(0, (0.7, 0.3)), (0.9, (0, 1))]
     (folder / "resolved.toml").write_text(to_toml(config))
     assert load("resolved.toml", {}).data == config.data
     assert str(mixture) == "web.txt 70 %, code 30 %; from 0.9 on code 100 %"
+
+
+def test_a_source_may_say_where_its_text_is(folder):
+    (folder / "rows.jsonl").write_text('{"a": {"b": "x"}}\n')
+    rows = '[data.mixture]\n"rows.jsonl" = {path = "rows.jsonl", weight = 1, text = "a.b"}'
+    mixture = asked(rows).data.mixture
+    assert mixture.sources[0].text == "a.b"
+    assert parse(mixture.table()) == mixture
+    for said, reason in (
+        ('"a..b"', '"a..b": must name a key, such as content'),
+        ('"{a"', '"{a": a template has keys in braces'),
+        ("3", '3; name a key, such as "content"'),
+    ):
+        (problem,) = problems(rows.replace('"a.b"', said))
+        assert f"the text of 'rows.jsonl' is {reason}" in problem
+    (problem,) = problems(rows.replace("text", "txt"))
+    assert "must be a weight, or have both a path and a weight" in problem
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ ROWS = {
     ("data", "export"): (data, "--model.vocab=300 --force --export=FILE", ".bin"),
     ("explain", "picture"): (explain.main, "--picture=FILE", ".png"),
     ("plan", "picture"): (plan.main, "--picture=FILE", ".png"),
+    ("plan", "fit_out"): (plan.main, "--fit=steps.json --fit-out=FILE", ".toml"),
     ("plan", "save"): (plan.main, "--save=FILE", ".toml"),
     ("lab", "output"): (lab, "--all --output=FILE", ".html"),
     ("lab CLAIM", "picture"): (lab, "zero-7p5b-2 --picture=FILE", ".png"),
@@ -143,7 +144,7 @@ def test_the_folder_is_there_and_the_name_can_be_written(name, tmp_path, run_fol
     assert refused.endswith(f"cannot be written: no permission in '{tmp_path}'; name another file")
 
 
-@pytest.mark.parametrize(("name", "beside"), [(("bench gpu", "out"), "a.txt"), (("plan", "picture"), "a-timeline.png")])
+@pytest.mark.parametrize(("name", "beside"), [(("bench gpu", "out"), "a.md"), (("plan", "picture"), "a-timeline.png")])
 def test_what_is_written_beside_is_checked_too(name, beside, tmp_path, run_folder):
     os.mkfifo(tmp_path / beside)
     problem = refusal(ROWS[name], tmp_path / f"a{ROWS[name][2]}", run_folder)

@@ -89,8 +89,8 @@ def test_a_run_may_go_on_with_another_split():
 
 FREE = """
 mesh run_dir resume data.path data.validation_path data.changed data.on_error data.dtype data.prefetch
-model.remat model.capacity_factor train.accumulation parallel.* pipeline.* validation.* checkpoint.* log.*
-sample.* profile.* cluster.* fault.*
+model.remat model.attention model.capacity_factor train.accumulation parallel.* pipeline.* validation.* checkpoint.*
+log.* sample.* profile.* cluster.* fault.*
 """
 """Knobs that may differ when a run of text goes on, written out here so that none becomes free by mistake."""
 
@@ -105,7 +105,7 @@ def another(name: str) -> object:
     default, kind = KNOBS[name].default, KNOBS[name].annotation
     given = {"resume": "7", "mesh": "2x1x1", "train.epochs": 1.5, "model.rope_theta": 1e4}
     given |= {"model.rope_scaling": "linear,factor=2", "model.lora_targets": "q_proj", "data.text": "content"}
-    given |= {"data.mixture": "a*0.7,b*0.3"}
+    given |= {"data.mixture": "a*0.7,b*0.3", "model.period": "sliding,full"}
     if name in given:
         return given[name]
     if get_origin(kind) is Annotated:
@@ -297,14 +297,17 @@ def test_what_is_just_legal_together(legal, refused):
 
 COUNTS = """
 model.embed model.heads model.experts model.experts_per_token model.vocab train.max_skipped checkpoint.keep log.every
+model.router_groups model.router_groups_kept
 """
 COUNTS_OR_0 = """
 model.kv_heads model.head_dim model.mlp model.expert_mlp model.shared_experts model.positions model.window
+model.dense_layers model.kv_latent model.q_latent model.rope_dim model.value_dim
 model.lora_rank pipeline.virtual_stages optimizer.warmup train.steps validation.every sample.every
 validation.batches checkpoint.every checkpoint.keep_every cluster.processes train.local_steps
 """
 AT_LEAST_0 = """
-model.lora_alpha model.balance_rate model.balance_loss model.z_loss
+model.lora_alpha model.balance_rate model.balance_loss model.z_loss model.attention_cap model.logit_cap
+model.sliding_theta model.attention_multiplier
 optimizer.final optimizer.weight_decay optimizer.clip
 """
 BELOW_1 = "model.dropout model.lora_dropout optimizer.beta1 optimizer.beta2 optimizer.outer_momentum"
@@ -325,6 +328,12 @@ EDGES = {
     "pipeline.microbatches": ([0, 2**16], [-1, 2**16 + 1]),
     "model.classes": ([2, LARGEST], [1, LARGEST + 1]),
     "model.rope_theta": ([1.0, 3e38], [0.999, 3.5e38]),
+    **dict.fromkeys(
+        ("model.embedding_multiplier", "model.residual_multiplier", "model.logits_divisor"),
+        ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
+    ),
+    "model.rotary_fraction": ([0.5, 1.0], [0.0, 1.000001]),
+    "model.period": (["", "sliding,full-nope"], ["local", "full,", ",".join(["full"] * 65)]),
     "model.rope_scaling": (["none", "linear,factor=1.5"], ["", "ntk", "linear,factor=0.999", "none,factor=1"]),
     "model.lora_targets": (["", "q_proj", "up_proj, o_proj"], ["lm_head", "q_proj,", "Q_PROJ"]),
     "model.router_scale": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
@@ -332,6 +341,7 @@ EDGES = {
     "model.norm_eps": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
     "optimizer.learning_rate": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
     "optimizer.outer_rate": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
+    "train.dpo_beta": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
     "optimizer.decay_fraction": ([0.0, 1.0], [-1e-9, 1.000001]),
     "data.validation_fraction": ([1e-9, 0.999999], [0.0, 1.0]),
     "train.epochs": ([0.0, 1e6], [-1e-9, 1.000001e6]),

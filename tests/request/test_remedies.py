@@ -222,7 +222,7 @@ def is_told(problem: str, request: Request) -> bool:
 
 
 ADVICE = {
-    "sample.every is , but sample.prompts has no text to continue",
+    "sample.every is , but sample.prompts has no  to continue",
     "profile.steps - goes beyond train.steps ",
     "optimizer.warmup  and the decay of optimizer.decay_fraction train.steps  =  are longer than the run",
     "optimizer.warmup  is more than train.steps ",

@@ -19,25 +19,37 @@ LEGAL = {
     "": (
         *("CONFIG", "RUN", "mesh", "precision", "resume", "init_from"),
         *("model.family", "model.layers", "model.embed", "model.heads", "model.rope_theta", "model.sequence"),
-        *("model.rope_scaling", "model.qk_norm"),
+        *("model.rope_scaling", "model.qk_norm", "model.rotary_fraction", "model.norm", "model.norms"),
+        *("model.residual", "model.activation", "model.gate", "model.embedding_multiplier"),
+        *("model.residual_multiplier", "model.logits_divisor"),
         *("model.experts", "model.experts_per_token", "model.router", "model.router_renormalize"),
-        *("model.router_scale", "model.balance_rate", "model.capacity_factor"),
-        *("model.documents", "model.remat", "model.lora_base", "model.classes", "model.image", "model.channels"),
+        *("model.router_scale", "model.balance_rate", "model.capacity_factor", "model.router_group_score"),
+        *("model.router_groups", "model.router_groups_kept", "model.rope_pairs"),
+        *(
+            "model.documents",
+            "model.attention",
+            "model.remat",
+            "model.lora_base",
+            "model.classes",
+            "model.image",
+            "model.channels",
+        ),
         *("parallel.gradient_compression", "parallel.compression_density", "parallel.compression_rank"),
         *("parallel.replica_zero", "parallel.micro_batches", "parallel.offload", "pipeline.schedule"),
         *("parallel.context", "parallel.rules.heads", "parallel.rules.mlp", "parallel.rules.vocab"),
         *("data.mixture", "data.validation_path", "data.validation_fraction", "data.text", "data.on_error"),
-        *("data.dtype", "data.pack"),
+        *("data.dtype", "data.pack", "data.form", "data.learn", "data.long"),
         *("data.augment", "data.prefetch"),
         *("optimizer.name", "optimizer.schedule", "optimizer.decay_fraction"),
         *("train.global_batch_size", "train.accumulation", "cluster.process_id"),
-        "optimizer.outer_rate",
-        *("prompts", "chat", "system", "top_p"),
+        *("optimizer.outer_rate", "train.objective", "train.dpo_beta"),
+        *("prompts", "chat", "system", "thinking", "top_p"),
         *("tokens", "samples", "cluster", "compare", "devices", "processes", "nodes", "time"),
         *("checkpoint.grace_seconds", "fault.heartbeat_seconds", "fault.start_seconds", "minutes", "seconds"),
         *("mode", "models", "parts", "schedule", "stages", "microbatches", "algorithm"),
         *("choices_skip", "choices_apart", "stride"),
         *("dry_run", "verify", "prune", "force", "adapter", "json", "why", "trade_off", "submit"),
+        *("largest", "spare", "network"),
     ),
     "zero": (
         "sample.every",  # without prompts
@@ -53,8 +65,21 @@ LEGAL = {
             "model.lora_dropout",
             "model.expert_mlp",
             "model.shared_experts",
+            "model.kv_latent",
+            "model.q_latent",
+            "model.rope_dim",
+            "model.value_dim",
+            "model.shared_gate",
+            "model.dense_layers",
             "model.balance_loss",
             "model.z_loss",
+            "model.out_bias",
+            "model.mlp_bias",
+            "model.sliding_theta",
+            "model.attention_multiplier",
+            "model.attention_cap",
+            "model.sinks",
+            "model.logit_cap",
             "parallel.zero",
             "parallel.sequence",
         ),
@@ -66,20 +91,22 @@ LEGAL = {
     ),
     "huge": (
         *("model.vocab", "model.norm_eps", "optimizer.learning_rate", "train.steps", "train.max_skipped"),
-        *("checkpoint.keep", "log.every", "checkpoint", "repeats", "repetition_penalty"),
+        *("checkpoint.keep", "log.every", "checkpoint", "repeats", "steps", "repetition_penalty"),
     ),
     "zero huge": (
         "model.positions",
         *("model.mlp", "optimizer.final", "optimizer.weight_decay", "optimizer.clip", "train.seed"),
         *("validation.every", "validation.batches", "checkpoint.every", "checkpoint.keep_every"),
         *("temperature", "top_k", "seed", "train.local_steps", "restarts", "warmup", "rows"),
+        *("price", "deadline"),
     ),
     "empty": (
         *("log.wandb", "profile.steps"),
         "sample.prompts",  # without sample.every
         "model.lora_targets",  # without a rank
+        "model.period",
         "dtype",
-        *("cluster.coordinator", "target", "picture", "why_not", "fit", "out", "choices"),
+        *("cluster.coordinator", "target", "picture", "why_not", "fit", "fit_out", "out", "choices"),
     ),
     "empty binary": ("env",),
     "word negative zero huge nan empty fifo folder binary": ("cluster.site",),
@@ -96,6 +123,7 @@ LEGAL = {
 
 OF_COMMAND = {
     ("data", "export"): "empty",  # of tokens, which the text without a tokenizer has not
+    ("plan", "tokens"): "zero huge",  # of a run, and not of an answer
     ("explain", "devices"): "zero",  # as many as the mesh names
     ("explain", "cluster"): "empty",  # that of the GPU
     ("bench gpu", "rows"): "zero",  # of a step; elsewhere of an epoch

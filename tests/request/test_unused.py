@@ -10,8 +10,9 @@ from jaxdist import checkpoints, train
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import AXES
 from jaxdist.request import load
+from jaxdist.request.conditions import Condition, Known
 from jaxdist.request.knobs import KNOBS, kind, value_of
-from jaxdist.request.unused import EFFECTS, Condition, Known, notes
+from jaxdist.request.unused import EFFECTS, notes
 from tests import recipes
 
 BY_REQUEST = {
@@ -23,6 +24,10 @@ BY_REQUEST = {
     "experts": ({"model.family": "moe"}, {"model.family": "llama"}),
     "width_of_mlp": ({"model.family": "moe"}, {"model.family": "moe", "model.expert_mlp": "32"}),
     "longer_rows": ({}, {"model.sequence": "16"}),
+    "sliding_layers": ({"model.period": "sliding,full"}, {}),
+    "latent_attention": ({"model.kv_latent": "16"}, {}),
+    "groups_of_experts": ({"model.router_group_score": "best"}, {}),
+    "shared": ({"model.shared_experts": "1"}, {}),
     "frozen": ({"model.lora_rank": "4"}, {}),
     "model_axis": ({"mesh": "1x2x1"}, {"mesh": "2x1x1"}),
     "splits_heads": ({"mesh": "1x2x1"}, {"mesh": "2x1x1"}),
@@ -46,6 +51,7 @@ BY_REQUEST = {
     "constant_rate": ({"optimizer.schedule": "constant"}, {"optimizer.schedule": "linear"}),
     "decay": ({"optimizer.schedule": "constant"}, {"optimizer.schedule": "constant", "optimizer.decay_fraction": "0"}),
     "outer_steps": ({"mesh": "replica=2", "train.local_steps": "2"}, {}),
+    "pairs": ({"train.objective": "dpo"}, {}),
     "samples": ({"sample.every": "2"}, {}),
 }
 """Condition -> (what a request has beside the knob where the condition holds, and where it does not)."""
@@ -68,6 +74,7 @@ VALUES = {
     "model.heads": "2",
     "model.rope_theta": "10000",
     "model.rope_scaling": "linear,factor=2",
+    "model.period": "sliding,full",
     "model.mlp": "256",
     "model.experts": "4",
     "model.positions": "256",

@@ -12,7 +12,9 @@ FIGURES = ("loss", "grad_norm", "validation_loss")
 
 
 def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The whole lines of its metrics: of a run that goes on, the last may be half written."""
+    whole = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def close(one: list[dict], other: list[dict], norms: float = 1e-5) -> None:

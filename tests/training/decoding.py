@@ -26,8 +26,27 @@ FAMILIES = {
     "llama": {"family": "llama", "kv_heads": 2},
     "window": {"family": "llama", "kv_heads": 4, "window": 5},
     "kinds": {"family": "llama", "kv_heads": 4, "window": 5, "layers": 7},
+    "parts": {
+        **{"family": "llama", "kv_heads": 4, "window": 5, "layers": 6, "period": "sliding,full-nope", "norms": "after"},
+        **{"sliding_theta": 100.0, "head_dim": 4, "rotary_fraction": 0.5, "activation": "xielu", "gate": "off"},
+        **{"qkv_bias": True, "out_bias": True, "mlp_bias": True, "logits_divisor": 2.0, "attention_multiplier": 0.4},
+    },
+    "branches": {"family": "llama", "norm": "layer", "residual": "parallel", "activation": "gelu-erf", "gate": "off"},
+    "gemma": {
+        **{"family": "gemma", "kv_heads": 4, "window": 5, "layers": 6, "period": "sliding,full", "norms": "both"},
+        **{"sliding_theta": 100.0, "attention_cap": 2.0, "logit_cap": 5.0, "attention_multiplier": 0.4},
+    },
     "lora": {"family": "llama", "kv_heads": 2, "lora_rank": 2, "lora_dropout": 0.5},
     "moe": {"family": "moe", "kv_heads": 2, "experts": 4, "mlp": 16},
+    "latent": {
+        **{"family": "moe", "layers": 3, "dense_layers": 1, "experts": 4, "expert_mlp": 16, "shared_experts": 1},
+        **{"head_dim": 6, "kv_latent": 12, "q_latent": 10, "rope_dim": 4, "value_dim": 8, "rope_pairs": "neighbours"},
+        **{"rope_scaling": "yarn,factor=4,original=8,mscale=1,mscale_all=0.7", "router": "sigmoid"},
+    },
+    "gpt-oss": {
+        **{"family": "moe", "kv_heads": 4, "experts": 4, "mlp": 16, "window": 5, "layers": 5, "period": "sliding,full"},
+        **{"sinks": True, "mlp_bias": True, "qkv_bias": True, "out_bias": True, "activation": "clamped-swiglu"},
+    },
     "forms": {"family": "moe", "kv_heads": 2, "experts": 4, "expert_mlp": 16, "layers": 4, "window": 7},
 }
 

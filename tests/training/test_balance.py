@@ -65,7 +65,7 @@ def first_step(run: Run, **changed):
 def sums_of(run: Run, weights, rows):
     """(gradient, aux) of a batch, in a run without replicas."""
     *_, aux = run.forward.gradients(weights, {}, rows, jnp.asarray(0))
-    return run.step.gradients(weights, {}, rows)[1], aux
+    return run.step.gradients(weights, {}, rows).grads, aux
 
 
 @cache
@@ -166,7 +166,7 @@ def test_the_losses_of_the_router_are_means_over_positions_whichever_have_labels
             run = made(mesh="1x1x1", **knobs)
             with jax.set_mesh(run.mesh):
                 weights = run.forward.weights(run.engine.init().params)
-                found.append(jax.device_get(jax.jit(run.step.gradients)(weights, {}, batch(run, padded))[1]))
+                found.append(jax.device_get(jax.jit(run.step.gradients)(weights, {}, batch(run, padded)).grads))
         with_losses, without = (gradient["blocks"]["mlp"]["router"] for gradient in found)
         added.append(with_losses - without)
         plain.append(without)
@@ -208,7 +208,7 @@ def test_router_and_balance_are_float32_in_every_precision(precision):
 def drained(run: Run, batches: int) -> dict:
     """The parameters after so many batches, with nothing in flight."""
     with jax.set_mesh(run.mesh):
-        runner = StepRunner(run, 0, report=lambda step, metrics: None)
+        runner = StepRunner(run.engine, run.batch(), 0, report=lambda step, metrics: None)
         runner.compile()
         state = run.engine.init()
         for step in range(1, batches + 1):

@@ -15,7 +15,8 @@ import optax
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.planning import communication, hlo_text, memory
+from jaxdist.planning import communication, memory
+from jaxdist.programs import hlo_text
 from jaxdist.request import load
 from jaxdist.training.preparing import check_new
 from jaxdist.training.run import Run
@@ -90,7 +91,8 @@ def on_one_device() -> tuple[list[float], list[float], dict]:
         @jax.jit
         def gradient(params, rows):
             weights = run.forward.weights(params)
-            return run.step.gradients(weights, {}, rows)[:2]
+            found = run.step.gradients(weights, {}, rows)
+            return found.loss, found.grads
 
         @jax.jit
         def apply(params, momenta, g):
@@ -120,7 +122,9 @@ def trained(name: str):
     told = {}
     with jax.set_mesh(run.mesh):
         state = run.engine.init()
-        runner = StepRunner(run, 0, report=lambda step, metrics: told.update({step: jax.device_get(metrics)}))
+        runner = StepRunner(
+            run.engine, run.batch(), 0, report=lambda step, metrics: told.update({step: jax.device_get(metrics)})
+        )
         runner.program = program
         for step in range(1, BATCHES + 1):
             state = runner.take(step, state, batch(run, step))

@@ -109,7 +109,7 @@ def test_without_replicas_the_first_gradient_gets_what_is_rounded():
         state = run.engine.init()
         assert state.crossing is None
         debt = jax.tree.map(lambda w: jnp.full((*w.shape, 1), 100.0), state.params)
-        runner = StepRunner(run, 0, report=lambda _, found: metrics.append(found))
+        runner = StepRunner(run.engine, run.batch(), 0, report=lambda _, found: metrics.append(found))
         runner.compile()
         state = state._replace(crossing=debt)
         poisoned = state.params | {"table": state.params["table"].at[3].set(jnp.nan)}

@@ -11,6 +11,7 @@ import pytest
 
 from jaxdist import generate
 from jaxdist.config import RequestError
+from jaxdist.huggingface.chat_template import ChatText
 from jaxdist.huggingface.given_tokenizer import read_tokenizer
 from jaxdist.request.prompts import given_prompts
 from jaxdist.training.decoding import Choice
@@ -144,6 +145,20 @@ def test_an_answer_is_printed_alone(scripted):
     assert prompts == [encoded("the mesh$") + encoded("the loss$")]
 
 
+@pytest.mark.parametrize(("thinking", "said"), [("template", "one"), ("on", "the loss"), ("off", "of")])
+def test_a_template_is_told_whether_to_think_first(scripted, monkeypatch, thinking, said):
+    text = "{{ 'one' if enable_thinking is undefined else 'the loss' if enable_thinking else 'of' }}"
+    found = ChatText(text, LLAMA, {}).compiled()
+    monkeypatch.setattr("jaxdist.huggingface.chat_template.read_chat_template", lambda folder: found)
+    _, _, ((prompts, _, _),), _ = scripted("of one$")("--prompt=the loss", "--chat", f"--thinking={thinking}")
+    assert prompts == [encoded(said)]
+
+
+def test_a_template_that_is_not_asked_to_think_is_not_told(scripted):
+    with pytest.raises(RequestError, match=r"--thinking is off, but the chat template of '.*' has no enable_thinking"):
+        scripted("of one$")("--prompt=the loss", "--chat", "--thinking=off")
+
+
 def test_a_conversation_answers_each_line_in_the_light_of_all_before_it(scripted, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("the loss\n\n  the mesh \n"))
     out, _, asked, _ = scripted("of one$")("--chat", "--seed=5")
@@ -168,6 +183,7 @@ def test_a_conversation_that_leaves_no_room_ends_with_a_sentence(scripted, monke
     [
         (["--prompt=a", "--prompts=b"], ["--prompt and --prompts both give texts to continue"]),
         (["--system=a"], ["--system is 'a', which has an effect with --chat only; add --chat"]),
+        (["--thinking=off"], ["--thinking is off, which has an effect with --chat only; add --chat"]),
         (
             ["--chat", "--samples=2", "--json"],
             ["a conversation goes on from one answer, and --samples is 2", "--json prints one object at the end"],
@@ -217,6 +233,7 @@ def test_a_folder_without_a_chat_template_is_refused(tmp_path):
 
 def test_a_conversation_needs_one_process():
     extras = {"prompt": None, "prompts": None, "chat": True, "system": None, "samples": 1, "json": False}
+    extras["thinking"] = "template"
     assert given_prompts(extras, alone=True) is None
     with pytest.raises(RequestError, match="a conversation needs one process, and this is one of several"):
         given_prompts(extras, alone=False)

@@ -128,7 +128,9 @@ TRACES = {
 }
 """What shows that a run has saved a step, in the order in which it is looked for."""
 
-WAYS_OUT = "; bring .*/checkpoints back .*, or name another --run-dir, or move .*/copy away to start from the beginning"
+WAYS_OUT = (
+    "; bring .*/checkpoints back .*, or name another run folder, or move .*/copy away to start from the beginning"
+)
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

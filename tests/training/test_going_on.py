@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from jaxdist.config import Config, RequestError
+from jaxdist.data import sources
 from jaxdist.data.tokens import TokenWriter
-from jaxdist.training import preparing, trainer
+from jaxdist.training import opening, train_run, trainer
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
-from jaxdist.training.save_policy import SavePolicy
+from jaxdist.training.starting import save_policy_of
 from jaxdist.weights.base import NoBase
 from tests.data.files import save_tokenizer
 
@@ -26,8 +27,13 @@ MODEL = dict(layers=1, embed=16, heads=2, vocab=64, sequence=8)
 # ---- data
 
 
-def run_on(path, **data) -> Run:
-    config = Config(mesh="1x1x1", model=MODEL, data=dict(path=path, **data), train=dict(global_batch_size=4, steps=10))
+def run_on(path, vocab=64, **data) -> Run:
+    config = Config(
+        mesh="1x1x1",
+        model=MODEL | {"vocab": vocab},
+        data=dict(path=path, **data),
+        train=dict(global_batch_size=4, steps=10),
+    )
     return Run(config, devices=jax.devices()[:1])
 
 
@@ -71,10 +77,10 @@ def resume(tmp_path, monkeypatch):
         quiet = SimpleNamespace(open=lambda *_, **__: None, write=lambda *_: None)
         watchdog = SimpleNamespace(beat_in=lambda path: None)
         job = SimpleNamespace(log=quiet, stop=SimpleNamespace(), note=lambda *_: None, watchdog=watchdog)
-        monkeypatch.setattr(preparing, "Checkpoints", Kept(facts))
-        monkeypatch.setattr(preparing, "locked", lambda *_: contextlib.nullcontext(lambda: None))
-        monkeypatch.setattr(trainer, "finished", lambda *_: False)
-        trainer.train(run, folder, job)
+        monkeypatch.setattr(opening, "Checkpoints", Kept(facts))
+        monkeypatch.setattr(opening, "locked", lambda *_: contextlib.nullcontext(lambda: None))
+        monkeypatch.setattr(train_run, "finished", lambda *_: False)
+        train_run.train(run, folder, job)
 
     return call
 
@@ -86,7 +92,7 @@ def test_a_run_goes_on_with_the_data_of_its_checkpoint_alone(resume, tmp_path, c
     write(path, ids)
     before = run_on(path)
     with jax.set_mesh(before.mesh):
-        facts = SavePolicy(before, None, NoBase()).facts(5)
+        facts = save_policy_of(before, None, NoBase()).facts(5)
     if changed is not None:
         ids[changed] = 63 - ids[changed]
     write(path, ids)
@@ -98,13 +104,60 @@ def test_a_run_goes_on_with_the_data_of_its_checkpoint_alone(resume, tmp_path, c
             resume(run_on(path), facts)
 
 
+def keep(facts: dict, folder) -> None:
+    """Write facts as the checkpoint of step 5 has them."""
+    step = folder / "checkpoints" / "5" / "facts"
+    step.mkdir(parents=True, exist_ok=True)
+    (step / "metadata").write_text(json.dumps(facts))
+
+
+def never(*arguments, **options):
+    raise AssertionError("it was read")
+
+
+TEXT = "".join(f"line {i}: the tide of {i * i} comes and goes, and {'comes again ' * (i % 7)}\n" for i in range(900))
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["single", "mixture"])
+def test_other_files_are_refused_before_they_are_read(resume, tmp_path, monkeypatch, mixed):
+    """By their sizes and samples, under any name; the same content under another name goes on."""
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
+
+    def run_with(name, content):
+        path = tmp_path / name
+        path.write_text(content)
+        if not mixed:
+            return run_on(path, vocab=300)
+        (tmp_path / "b.txt").write_text(TEXT)
+        mixture = {name: {"path": str(one), "weight": 1} for name, one in (("a", path), ("b", tmp_path / "b.txt"))}
+        return run_on(None, vocab=300, mixture=mixture)
+
+    before = run_with("a.txt", TEXT)
+    with jax.set_mesh(before.mesh):
+        facts = save_policy_of(before, None, NoBase()).facts(5)
+    keep(facts, tmp_path / "run")
+    with pytest.raises(WentOn):
+        resume(run_with("same.txt", TEXT), facts)
+    middle = len(TEXT) // 2
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "_sha256", never)
+        for other in (TEXT + "x", TEXT[:middle] + "#" + TEXT[middle + 1 :]):
+            run = run_with("other.txt", other)
+            what = "data of 'a' are" if mixed else "training data is"
+            with pytest.raises(RequestError, match=f"the {what} not what the run in .* has seen so far: the size or a"):
+                resume(run, facts)
+    unseen = TEXT[: middle // 2] + "#" + TEXT[middle // 2 + 1 :]
+    with pytest.raises(RequestError, match=r"has seen so far \(fingerprint"):
+        resume(run_with("other.txt", unseen), facts)
+
+
 def test_a_run_goes_on_with_the_packing_that_it_began_with_alone(resume, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
     path, tokenizer = tmp_path / "tokens.bin", save_tokenizer(tmp_path / "t.json", 63, end="</s>")
     write(path, np.arange(400) % 64)
     before = run_on(path, tokenizer=tokenizer, pack="best-fit")
     with jax.set_mesh(before.mesh):
-        facts = SavePolicy(before, None, NoBase()).facts(5)
+        facts = save_policy_of(before, None, NoBase()).facts(5)
     with pytest.raises(WentOn):
         resume(run_on(path, tokenizer=tokenizer, pack="best-fit"), facts)
     with pytest.raises(RequestError, match=r"the training data is not what the run in .* has seen so far"):
@@ -118,23 +171,25 @@ class Played(trainer.Trainer):
     """The loop of a run of 12 steps, without its program: validations are noted, and no step does anything."""
 
     def __init__(self, folder: RunFolder, every: int, first: int = 0, stopped: bool = False):
-        self.steps, self.folder, self.first, self.validated = 12, folder, first, []
-        self.config = Config(validation=dict(every=every), train=dict(steps=12))
-        self.every = 1
-        step = SimpleNamespace(whole=lambda state: state.params)
-        task = SimpleNamespace(batch_after=lambda step: None)
-        self.run = SimpleNamespace(validate=self._loss, step=step, task=task)
-        self.samples = None
-        self.job = SimpleNamespace(stop=SimpleNamespace(due=lambda: False, here=lambda: stopped), note=lambda *_: None)
-        self.save_policy = SimpleNamespace(due=lambda steps: False, save_if_best=lambda step, state, loss: None)
-        self.log = SimpleNamespace(metrics=lambda values: self.validated.append(values["step"]))
-        self.prepared = SimpleNamespace(check_lock=lambda: None)
-
-    def _loss(self, params, variables, batches, enough):
-        return None if enough() else {"loss": 1.0}
-
-    def start(self):
-        return SimpleNamespace(params=None, variables=None)
+        self.validated: list[int] = []
+        stop = SimpleNamespace(due=lambda: False, here=lambda: stopped)
+        super().__init__(
+            first=first,
+            steps=12,
+            every=1,
+            start=lambda: SimpleNamespace(params=None, variables=None),
+            batch_after=lambda step: None,
+            prefetch=2,
+            runner=SimpleNamespace(drain=lambda step, state: state, program=None, unfinished=""),
+            meter=SimpleNamespace(catch_up=idle, next=next, paused=contextlib.nullcontext, restart=idle),
+            log=SimpleNamespace(metrics=lambda values: self.validated.append(values["step"])),
+            profile=contextlib.nullcontext(),
+            validation=trainer.Validation(every, lambda state, enough: None if enough() else {"loss": 1.0}),
+            save_policy=SimpleNamespace(due=lambda steps: False, save_if_best=lambda step, state, loss: None),
+            check_lock=idle,
+            folder=folder,
+            job=SimpleNamespace(stop=stop, note=lambda *_: None),
+        )
 
     def compile(self):
         return None
@@ -142,26 +197,17 @@ class Played(trainer.Trainer):
     def step(self, step, state, batch):
         return state
 
-    def finish(self):
+    def finish(self, *_):
         pass
 
 
-class NoProfile(contextlib.nullcontext):
-    def before(self, step, state):
-        pass
-
-    def after(self, step, state):
-        pass
+def idle() -> None:
+    """Do nothing."""
 
 
 @pytest.fixture
-def played(tmp_path, monkeypatch):
+def played(tmp_path):
     """The validations of a run that goes on from step `first` in a folder whose metrics are these."""
-    idle = SimpleNamespace(catch_up=lambda: None, next=next, paused=contextlib.nullcontext, step=None)
-    monkeypatch.setattr(trainer, "Meter", lambda run, log, first: idle)
-    nothing_in_flight = SimpleNamespace(drain=lambda step, state: state, program=None, unfinished="")
-    monkeypatch.setattr(trainer, "StepRunner", lambda *_, **__: nothing_in_flight)
-    monkeypatch.setattr(trainer, "Profile", lambda *_: NoProfile())
 
     def call(first: int, every: int, metrics: list[dict]) -> list[int]:
         folder = RunFolder(tmp_path)
@@ -197,9 +243,8 @@ def test_a_validation_that_was_stopped_is_made_up_for(played, first, every, metr
 
 
 @pytest.mark.parametrize(("step", "wanted"), [(8, []), (12, [12])])
-def test_a_stop_ends_a_validation_but_the_last_and_leaves_no_line(tmp_path, monkeypatch, step, wanted):
+def test_a_stop_ends_a_validation_but_the_last_and_leaves_no_line(tmp_path, step, wanted):
     """A line of half a validation would be taken for the whole one."""
     run = Played(RunFolder(tmp_path), every=4, stopped=True)
-    run.meter = SimpleNamespace(paused=contextlib.nullcontext)
     run.validate(step, run.start())
     assert run.validated == wanted

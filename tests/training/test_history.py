@@ -42,7 +42,7 @@ def test_a_line_that_is_none_is_passed_over_and_left_out(tmp_path, odd):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join([step(1), ODD[odd], step(2), b""]))
     assert [line["step"] for line in history.read(path)] == [1, 2]
-    plot_loss(path, tmp_path / "loss.png", 3.0, "unigram entropy", "token")
+    plot_loss(path, tmp_path / "loss.png", {"nats": 3.0, "name": "unigram entropy", "unit": "token"})
     assert history.cut(path, 2, [1]) == [f"left out 1 line of {path} that could not be read"]
     assert path.read_bytes() == step(1) + b"\n" + step(2) + b"\n"
     assert history.cut(path, 2, [1]) == []

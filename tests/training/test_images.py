@@ -17,8 +17,9 @@ from jaxdist.config import Config, RequestError
 from jaxdist.explain import explain
 from jaxdist.mesh import parse_mesh
 from jaxdist.mesh.split import Split
-from jaxdist.planning import communication, target
+from jaxdist.planning import communication
 from jaxdist.planning.report_text import lines as lines_of
+from jaxdist.programs import target
 from jaxdist.request import load
 from jaxdist.training.run import Run
 from tests.tiers import exhaustive, thinned

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from jaxdist.config import Config
-from jaxdist.training import meter
+from jaxdist.config import Config, OptimizerConfig
+from jaxdist.training import meter, train_run
 from jaxdist.training.console import Screen
+from jaxdist.training.forward.optimizer import RateTable, schedule
 from jaxdist.training.forward.step import Metrics
 from jaxdist.training.metrics import Log
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
+from jaxdist.training.train_run import reporting_of
 
 
 def test_where_a_call_waits_for_the_step_each_step_has_its_own_time(monkeypatch):
@@ -26,7 +28,7 @@ def test_where_a_call_waits_for_the_step_each_step_has_its_own_time(monkeypatch)
     monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: now))
     config = Config(train=dict(steps=3, global_batch_size=4), optimizer=dict(warmup=0), log=dict(every=1))
     log = SimpleNamespace(say=print, progress=lambda values: None, metrics=lines.append)
-    measured = meter.Meter(Run(config, devices=jax.devices()[:1]), log)
+    measured = meter.Meter(reporting_of(Run(config, devices=jax.devices()[:1])), log)
     zero = jnp.zeros((), jnp.int32)
     for step in (1, 2, 3):
         measured.catch_up()
@@ -43,12 +45,12 @@ class Played:
     def __init__(self, monkeypatch, every: int = 1):
         self.now, self.lines = 0.0, []
         monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        monkeypatch.setattr(meter, "peak_flops", lambda kind, precision: 1e9)
+        monkeypatch.setattr(train_run, "peak_flops", lambda kind, precision: 1e9)
         train = dict(steps=100, global_batch_size=8, accumulation=2)
         config = Config(mesh="2x1x1", train=train, log=dict(every=every))
         self.run = Run(config, devices=jax.devices()[:2])
         log = SimpleNamespace(say=print, progress=lambda values: None, metrics=self.lines.append)
-        self.meter = meter.Meter(self.run, log)
+        self.meter = meter.Meter(reporting_of(self.run), log)
 
     def step(self, number: int, seconds: float, wait: float = 0.0) -> None:
         """A step that takes so long, after such a wait for its batch."""
@@ -66,6 +68,20 @@ class Played:
     def pause(self, seconds: float) -> None:
         with self.meter.paused():
             self.now += seconds
+
+
+def test_the_learning_rate_is_looked_up_and_not_computed_at_every_step(monkeypatch):
+    """A program for it would run behind the step that is on its way, and the next step would wait for the host."""
+    config = OptimizerConfig(warmup=3, schedule="cosine")
+    rate = schedule(config, 9000)
+    computed = []
+    monkeypatch.setattr(RateTable, "rows", 4000)
+    rates = RateTable(rate)
+    compute = rates._compute
+    monkeypatch.setattr(rates, "_compute", lambda updates: computed.append(updates.size) or compute(updates))
+    asked = [0, 1, 2, 3, 1000, 3999, 4000, 8999]
+    assert [rates(update) for update in asked] == pytest.approx([float(rate(update)) for update in asked], rel=1e-6)
+    assert computed == [4000, 4000, 4000]
 
 
 def test_validating_and_saving_are_no_part_of_a_step(monkeypatch):
@@ -107,7 +123,7 @@ def routed():
     config = Config(model=model, train=dict(steps=1000, global_batch_size=4), log=dict(every=1))
     lines, said = [], []
     log = SimpleNamespace(say=said.append, progress=lambda values: None, metrics=lines.append)
-    return meter.Meter(Run(config, devices=jax.devices()[:1]), log), lines, said
+    return meter.Meter(reporting_of(Run(config, devices=jax.devices()[:1])), log), lines, said
 
 
 def play(measured: meter.Meter, loads: list[float]) -> None:
@@ -141,7 +157,7 @@ def test_a_log_of_ten_thousand_steps_stays_under_128_kib(tmp_path):
     """With its validations, figures as wide as those of a GPU, and 2.5 kB for what stands before the first step."""
     config, text = Config(run_dir=tmp_path, log=dict(tensorboard=False)), io.StringIO()
     figures = dict(loss=2.1234, tokens_per_second=1234567.0, mfu=0.451, grad_norm=0.856, learning_rate=3.97e-3)
-    with Log(config, RunFolder(tmp_path), steps=10000, first=0, screen=Screen(text)) as log:
+    with Log(config.log, RunFolder(tmp_path), steps=10000, first=0, screen=Screen(text)) as log:
         for step in range(1, 10001):
             if step % config.log.every == 0:
                 log.metrics(figures | dict(step=step, step_seconds=1.89, data_seconds=0.001))
@@ -185,7 +201,7 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
     )
     files = []
     for first, last, loss in ((0, 4, 1.0), (2, 5, 2.0)):
-        with Log(config, folder, steps=5, first=first, screen=Screen(io.StringIO())) as log:
+        with Log(config.log, folder, steps=5, first=first, screen=Screen(io.StringIO())) as log:
             for step in range(first + 1, last + 1):
                 log.metrics({"step": step, "loss": loss, **figures})
         (file,) = folder.tensorboard.glob("events.*")

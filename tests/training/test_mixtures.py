@@ -23,6 +23,7 @@ from jaxdist.training.mixture_record import MixtureRecord
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.validation import losses_of_sources
+from tests.data.files import save_tokenizer
 from tests.training.curves import close, lines
 
 BATCH = 8
@@ -99,6 +100,28 @@ def test_the_summary_has_a_line_for_each_source(sources):
     ]
 
 
+def test_the_summary_says_what_rows_cut_of_all_that_is_read(tmp_path, monkeypatch):
+    """Short documents of `a`, and long ones of `b`, each as often as it is read."""
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
+    end = save_tokenizer(tmp_path / "tokenizer.json", 299, end="</s>")
+    for name, length, count in (("a", 10, 100), ("b", 100, 80)):
+        with TokenWriter(tmp_path / f"{name}.bin", "uint16") as writer:
+            writer.write(np.tile(np.r_[np.full(length - 1, 5), 299], count))
+    mixture = table({name: str(tmp_path / f"{name}.bin") for name in "ab"}, {"a": 0.2, "b": 0.8})
+    config = dict(
+        mesh="1x1x1", data=dict(mixture=mixture, tokenizer=end), train=dict(global_batch_size=BATCH, steps=36)
+    )
+    run = Run(Config(model=MODEL | {"sequence": 32}, **config), devices=jax.devices()[:1])
+    epochs = run.task.mixture.rows_before(36 * BATCH) / run.task.mixture.sizes
+    short, long = (run.task.data.sources[name].cut for name in "ab")
+    assert (short.longer, long.cut) == (0, long.documents)
+    cut = epochs[0] * short.cut + epochs[1] * long.documents
+    documents = epochs[0] * short.documents + epochs[1] * long.documents
+    whole = 100 * epochs[1] * long.documents / documents
+    told = f"; rows cut {100 * cut / documents:.1f} % of the documents (with data.pack best-fit: {whole:.1f} %)"
+    assert run.task.about_data()[0][1].endswith(told)
+
+
 class Told:
     """Stands for the programs of a run: the loss of a batch is the number of its row, in its mean over real rows."""
 
@@ -160,7 +183,9 @@ def test_losses_of_sources_are_told_and_drawn(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **values}) + "\n" for step in (5, 9)))
     drawn = []
     monkeypatch.setattr(plots, "write_picture", lambda path, figure, dpi: drawn.append(figure.axes[0]))
-    plots.plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", 1.0, "unigram entropy", "token")
+    plots.plot_loss(
+        tmp_path / "metrics.jsonl", tmp_path / "loss.png", {"nats": 1.0, "name": "unigram entropy", "unit": "token"}
+    )
     _, labels = drawn[0].get_legend_handles_labels()
     of_sources = [f"validation loss of {name}" for name in "abcdefgh"]
     assert labels == ["validation loss", *of_sources, "unigram entropy of the held-out part"]
@@ -173,7 +198,9 @@ def test_any_name_of_a_source_is_drawn(tmp_path, recwarn):
     folder.mkdir()
     values = {"step": 1, "validation_loss": 2.0, "validation_loss/$\\foo$": 2.0, "validation_loss/\u65e5": 2.0}
     (folder / "metrics.jsonl").write_text(json.dumps(values))
-    plots.plot_loss(folder / "metrics.jsonl", folder / "loss.png", 1.0, "unigram entropy", "token")
+    plots.plot_loss(
+        folder / "metrics.jsonl", folder / "loss.png", {"nats": 1.0, "name": "unigram entropy", "unit": "token"}
+    )
     assert (folder / "loss.png").stat().st_size > 0
     assert not recwarn.list
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import Config, RequestError
-from jaxdist.planning.trace import (
+from jaxdist.programs.trace import (
     COLLECTIVE,
     COMPUTE,
     COPY,
@@ -186,11 +186,10 @@ def test_a_run_that_goes_on_traces_what_is_left(first, took, tmp_path, monkeypat
     monkeypatch.setattr(profile.jax.profiler, "stop_trace", lambda: calls.append("stop"))
     monkeypatch.setattr(profile.Profile, "_report", lambda self: None)
     config = Config(profile=dict(steps="2-3"))
-    run = SimpleNamespace(config=config, steps=4, device=SimpleNamespace(device_kind="cpu"))
     log = SimpleNamespace(say=said.append)
-    meter = SimpleNamespace(log=log, paused=nullcontext)
+    meter = SimpleNamespace(log=log, paused=nullcontext, steps=4, device=SimpleNamespace(device_kind="cpu"))
     job = SimpleNamespace(note=lambda doing: None)
-    with profile.Profile(run, RunFolder(tmp_path), None, meter, job, first) as traced:
+    with profile.Profile(config.profile, RunFolder(tmp_path), None, meter, job, first) as traced:
         for step in range(first + 1, 5):
             traced.before(step, ())
             calls.append(step)
@@ -228,7 +227,7 @@ def test_a_traced_run_learns_the_same_and_shows_its_all_reduces(run, capsys):
 def test_a_trace_that_tells_nothing_says_so(tmp_path, monkeypatch):
     said = []
     cut = SimpleNamespace(steps=range(2, 4), kind="NVIDIA H100", trace=tmp_path, say=said.append)
-    cut.program = SimpleNamespace(as_text=lambda: TEXT)
+    cut.program = lambda: SimpleNamespace(as_text=lambda: TEXT)
     monkeypatch.setattr(profile, "MOST", 1)
     monkeypatch.setattr(profile, "read", lambda path: [{}])
     profile.Profile._report(cut)

@@ -19,7 +19,7 @@ from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.config import Busy, RequestError
 from jaxdist.request.commandline import outcome
-from jaxdist.training import preparing, run_lock
+from jaxdist.training import opening, run_lock
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_lock import LockLost, RunLock
 from jaxdist.training.trainer import Trainer
@@ -98,7 +98,7 @@ def test_a_folder_in_use_tells_by_whom(folder, monkeypatch, job, words):
         pass
     assert found.value.exit_code == 75
     assert found.value.problems == [
-        f"run folder {folder.path} is in use by {where} ({words}); wait for it, or name another --run-dir"
+        f"run folder {folder.path} is in use by {where} ({words}); wait for it, or name another run folder"
     ]
     with folder.locked():
         pass
@@ -383,13 +383,13 @@ def test_all_processes_raise_what_the_first_one_does(monkeypatch, kind):
 
 
 def test_all_processes_hear_that_the_lock_is_lost(folder, monkeypatch):
-    with preparing.locked(folder, LIMIT, print) as check:
+    with opening.locked(folder, LIMIT, print) as check:
         check()
         (folder.path / ".lock").unlink()
         with pytest.raises(LockLost, match="cannot be read any more"):
             check()
-        monkeypatch.setattr(preparing, "leader", lambda: False)
-        monkeypatch.setattr(preparing, "from_leader", lambda value: 1)  # as the leader has found it
+        monkeypatch.setattr(opening, "leader", lambda: False)
+        monkeypatch.setattr(opening, "from_leader", lambda value: 1)  # as the leader has found it
         with pytest.raises(LockLost):
             check()
 
@@ -399,7 +399,7 @@ def test_a_note_about_missing_locks_is_said_once(folder, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(run_lock.fcntl, "flock", none)
-    with preparing.locked(folder, LIMIT, print):
+    with opening.locked(folder, LIMIT, print):
         pass
     assert capsys.readouterr().out.count("is on a file system without locks (No locks available)") == 1
 

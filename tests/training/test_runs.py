@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxdist import evaluate, generate, train
 from jaxdist.bench import step
-from jaxdist.config import Config, DataLost, RequestError
+from jaxdist.config import Config, DataLost, LogConfig, RequestError
 from jaxdist.data.corpus import open_corpus
 from jaxdist.doctor.__main__ import main as doctor
 from jaxdist.output.streams import LogFile
@@ -266,7 +266,7 @@ def test_a_terminal_gets_a_bar(tmp_path):
             return True
 
     screen, config = Terminal(), Config(log={"tensorboard": False})
-    with Log(config, RunFolder(tmp_path), 4, 0, Screen(screen)) as log:
+    with Log(config.log, RunFolder(tmp_path), 4, 0, Screen(screen)) as log:
         for step in range(1, 5):
             values = dict.fromkeys(KEYS, 1.0) | {"step": step, "mfu": 0.41, "loss": 2.5, "tokens_per_second": 12345.0}
             log.progress(values)
@@ -277,7 +277,7 @@ def test_a_terminal_gets_a_bar(tmp_path):
 
 def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
     config = Config(log={"tensorboard": False})
-    with Log(config, RunFolder(tmp_path), 1, 0, Screen(io.StringIO())) as log:
+    with Log(config.log, RunFolder(tmp_path), 1, 0, Screen(io.StringIO())) as log:
         log.metrics({"step": 1, "validation_loss": float("nan")})
     (line,) = lines(tmp_path)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", line.pop("time"))
@@ -363,7 +363,9 @@ def test_bench_prints_one_json_object_and_nothing_else(tmp_path):
 
 
 def test_the_picture_shows_both_losses(finished, tmp_path):
-    plots.plot_loss(finished / "metrics.jsonl", tmp_path / "loss.png", 5.0, "unigram entropy", "token")
+    plots.plot_loss(
+        finished / "metrics.jsonl", tmp_path / "loss.png", {"nats": 5.0, "name": "unigram entropy", "unit": "token"}
+    )
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
@@ -373,12 +375,12 @@ def test_a_picture_of_one_step_shows_a_point(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "write_picture", lambda path, figure, dpi: drawn.append(figure))
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 2, "loss": 3.2}\n')
-    plots.plot_loss(metrics, tmp_path / "loss.png", 5.0, "unigram entropy", "token")
+    plots.plot_loss(metrics, tmp_path / "loss.png", {"nats": 5.0, "name": "unigram entropy", "unit": "token"})
     (axes,) = drawn[0].axes
     assert axes.lines[0].get_marker() == "o"
     assert all(tick == round(tick) for tick in axes.get_xticks())
     metrics.write_text("".join(f'{{"step": {step}, "loss": 3.2}}\n' for step in range(1, 200)))
-    plots.plot_loss(metrics, tmp_path / "loss.png", 5.0, "unigram entropy", "token")
+    plots.plot_loss(metrics, tmp_path / "loss.png", {"nats": 5.0, "name": "unigram entropy", "unit": "token"})
     assert drawn[1].axes[0].lines[0].get_marker() == "None"
 
 
@@ -440,7 +442,7 @@ def test_a_terminal_has_a_bar_and_the_log_has_the_lines(tmp_path):
 
     log = LogFile()
     log.open(tmp_path / "log.txt", rotates=True)
-    with Log(Config(log={"tensorboard": False}), RunFolder(tmp_path), 4, 0, Screen(Terminal(), log)) as sinks:
+    with Log(LogConfig(tensorboard=False), RunFolder(tmp_path), 4, 0, Screen(Terminal(), log)) as sinks:
         values = dict.fromkeys(KEYS, 1.0) | {"step": 2, "mfu": None, "loss": 2.5}
         sinks.progress(values)
         sinks.metrics(values)

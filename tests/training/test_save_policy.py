@@ -10,6 +10,7 @@ from jaxdist.config import Config
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.training.meter import Diverged
 from jaxdist.training.save_policy import SavePolicy
+from jaxdist.training.starting import save_policy_of
 from jaxdist.weights.base import NoBase
 
 STATE = {"count": jnp.arange(3)}
@@ -47,13 +48,13 @@ def saving(kept: Kept) -> SavePolicy:
     """What a run has that begins, or resumes, now."""
     same = lambda state: state
     task = SimpleNamespace(
-        baseline=lambda: 5.0, baseline_name="unigrams", unit="token", fingerprint="0", facts=lambda: {}
+        baseline=lambda: 5.0, baseline_name="unigrams", loss_unit="token", fingerprint="0", facts=lambda: {}
     )
     step = SimpleNamespace(late=0, resume=same, logical=same)
     mesh = make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])
-    engine = SimpleNamespace(abstract_logical=lambda: STATE)
-    run = SimpleNamespace(config=Config(), task=task, step=step, steps=20, mesh=mesh, engine=engine)
-    return SavePolicy(run, kept, NoBase())
+    engine = SimpleNamespace(abstract_logical=lambda: STATE, step=step, mesh=mesh)
+    run = SimpleNamespace(config=Config(), task=task, step=step, steps=20, engine=engine)
+    return save_policy_of(run, kept, NoBase())
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def resumed():
     before.save(10, STATE)
     assert list(kept.best) == [5]
     now = saving(kept)
-    assert now.go_on(SimpleNamespace(step=10), print) is STATE
+    assert now.restore(SimpleNamespace(step=10)) is STATE
     return now, kept
 
 
@@ -90,7 +91,7 @@ def test_a_best_checkpoint_that_was_set_aside_is_found_again():
     before.save(10, STATE)
     kept.best = {}
     now = saving(kept)
-    now.go_on(SimpleNamespace(step=10), print)
+    now.restore(SimpleNamespace(step=10))
     now.save_if_best(15, STATE, 2.1)
     assert list(kept.best) == [15]
 
@@ -100,6 +101,6 @@ def test_a_run_without_a_validation_so_far_takes_its_first_loss_as_the_best():
     saving(kept).save(10, STATE)
     assert kept.newest[10]["best"] is None
     now = saving(kept)
-    now.go_on(SimpleNamespace(step=10), print)
+    now.restore(SimpleNamespace(step=10))
     now.save_if_best(15, STATE, 9.0)
     assert list(kept.best) == [15]

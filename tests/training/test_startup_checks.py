@@ -93,7 +93,7 @@ def test_a_wrong_kernel_is_refused(cudnn, kernel, what):
         startup_checks.check_attention(grouped())
     (problem,) = caught.value.problems
     assert problem.startswith("cuDNN's attention is wrong on this cpu: " + what)
-    assert problem.endswith("or train with --precision float32, which does without it")
+    assert problem.endswith("or train with --model.attention blocks, which does without it")
 
 
 def test_a_kernel_without_the_window_is_refused(cudnn):

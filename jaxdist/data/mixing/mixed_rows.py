@@ -8,8 +8,12 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Int
 
-from jaxdist.data.rows import Lack, TokenRows
+from jaxdist.data.rows import CutRows, CutTogether, Lack, TokenRows
+from jaxdist.data.token_samples import OF_MIXTURE
 from jaxdist.data.tokens import Tokens
+
+FEW = 16
+"""Parts, and up to nearly twice as many, whose entropy is counted as that of a single source is."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +51,31 @@ class MixedRows(TokenRows):
         assert numbers.size == 0 or -1 <= numbers.min() <= numbers.max() < self.count, "row outside the sources"
         # Padding is the same of any part.
         owners = np.maximum(np.searchsorted(self.firsts, numbers, "right") - 1, 0)
+        places = np.where(numbers < 0, -1, numbers - self.firsts[owners])
+        if self._cut:
+            return self._cut.read(owners, places)
         arrays = self.parts[0].read(np.full(numbers.shape, -1))
         for owner in np.unique(owners).tolist():
             here = owners == owner
-            places = np.where(numbers[here] < 0, -1, numbers[here] - self.firsts[owner])
-            for name, array in self.parts[owner].read(places).items():
+            for name, array in self.parts[owner].read(places[here]).items():
                 arrays[name][here] = array
         return arrays
+
+    @cached_property
+    def _cut(self) -> CutTogether | None:
+        """The parts if all are cut alike, so that they can be read together."""
+        cut = tuple(part for part in self.parts if isinstance(part, CutRows))
+        borders = {(part.tokens.begin, part.tokens.end) for part in cut}
+        return CutTogether(cut) if len(cut) == len(self.parts) and len(borders) == 1 else None
 
     def lack(self) -> Lack | None:
         """Return why there is nothing to learn from the first part without anything to learn."""
         return next((lack for part in self.parts if (lack := part.lack())), None)
 
-    def unigram_entropy(self) -> float:
-        """Return the mean over the rows of the entropy of their part: a guess may know where a token comes from."""
-        return sum(part.count * part.unigram_entropy() for part in self.parts) / self.count
+    def unigram_entropy(self, sharing: int = 1) -> float:
+        """Return the mean over the rows of the entropy of their part: a guess may know where a token comes from.
+
+        The more parts there are, the less is read of each.
+        """
+        sharing = max(sharing, min(OF_MIXTURE, len(self.parts) // FEW))
+        return sum(part.count * part.unigram_entropy(sharing) for part in self.parts) / self.count

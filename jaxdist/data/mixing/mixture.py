@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Int, UInt64
@@ -27,6 +28,9 @@ WINDOW = 1000
 
 PERIOD = MILLION // WINDOW
 """Windows after which the numbers of rows of each source repeat."""
+
+KEPT = 64
+"""Windows that are kept, since batch after batch has rows of the same one."""
 
 PURPOSE = int.from_bytes(b"mixture")
 """Separates the permutations of windows from those of the rows of a source."""
@@ -95,6 +99,7 @@ class _Shares:
         """[PERIOD, sources]: rows of each source in each window."""
         self._before = np.concatenate([np.zeros((1, len(weights)), np.int64), np.cumsum(self._window, axis=0)])
         """[PERIOD + 1, sources]: rows of each source in the windows before."""
+        self._owners = lru_cache(KEPT)(self._find_owners)
 
     def rows_before(self, position: int) -> Int[np.ndarray, " sources"]:
         """Return how many rows of each source come before a position."""
@@ -116,7 +121,7 @@ class _Shares:
         period, window = np.divmod(windows, PERIOD)
         return period[:, None] * self._period + self._before[window]
 
-    def _owners(self, window: int) -> tuple[Int[np.ndarray, " WINDOW"], Int[np.ndarray, " WINDOW"]]:
+    def _find_owners(self, window: int) -> tuple[Int[np.ndarray, " WINDOW"], Int[np.ndarray, " WINDOW"]]:
         """Return the source of each row of a window, and how many rows of that source come before it in the window."""
         counts = self._window[window % PERIOD]
         owners = np.repeat(np.arange(counts.size), counts)[permute(self._seed, window, WINDOW, np.arange(WINDOW))]

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.data.compressed import compression_of, ending_of, plain
+from jaxdist.data.heads import HEAD, head_of
 
 VERSION = 1
 """Version of what is recognised; increase it when that is more."""
-
-HEAD = 512
-"""Bytes that are examined, from the start of the file."""
 
 DECOMPRESS = "decompress it, and give the result"
 UNPACK = "unpack it, and give one of its files"
@@ -87,9 +85,11 @@ def foreign(path: Path) -> str | None:
 
     A compressed file of text is judged by what is in it. Raises `OSError`, and `RequestError` if it is damaged.
     """
-    with path.open("rb") as file:
-        compression = compression_of(file.peek(HEAD))
-        head = plain(file, path).read(HEAD)
+    head = head_of(path)
+    compression = compression_of(head)
+    if compression:
+        with path.open("rb") as file:
+            head = plain(file, path).read(HEAD)
     twice = compression_of(head) if compression else None
     if twice:
         return f"is compressed twice, by {twice.name} inside; {DECOMPRESS}"

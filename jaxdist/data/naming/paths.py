@@ -20,6 +20,7 @@ from jaxdist.data.readers import is_token_file, reader_of
 from jaxdist.data.readers.megatron import index_of
 from jaxdist.data.readers.reader import TextReader
 from jaxdist.data.sources import Source, Sources
+from jaxdist.data.token_samples import OF_MIXTURE
 from jaxdist.files import digest
 from jaxdist.files.reasons import reading
 from jaxdist.huggingface.tokenizer import folder_problem
@@ -58,8 +59,12 @@ def open_mixture(config: DataConfig) -> dict[str, Sources]:
     problems: dict[str, None] = {}
     for source in config.mixture.sources:
         try:
-            sources = _found(config.model_copy(update={"path": source.path, "validation_path": None}), "data.mixture")
+            sources = _found(config.of_source(source), "data.mixture")
             found[source.name] = _asked_alone(sources)
+            if source.text and not any(one.keyed for one in sources.all):
+                raise RequestError(
+                    f"data.mixture says a text of '{source.name}', none of whose files have keys; leave it out"
+                )
         except RequestError as error:
             problems |= dict.fromkeys(error.problems)
     if not problems:
@@ -120,6 +125,14 @@ def _without_effect(config: DataConfig, found: Sequence[Sources]) -> list[str]:
             "data.on_error is skip, but none of the data are JSON lines (.jsonl, .ndjson), Parquet or Arrow, which "
             "alone have rows; leave it out"
         )
+    if not any(one.chats for sources in found for one in sources.all):
+        for knob in ("learn", "long"):
+            value = getattr(config, knob)
+            if value != DataConfig.model_fields[knob].default:
+                problems.append(
+                    f"data.{knob} is {value}, but the rows of none of the data are conversations; leave it out, or say "
+                    "by data.form what they are"
+                )
     sources = found[0]
     if config.dtype != "auto" and not any(one.training.holds_tokens for one in found):
         problems.append(
@@ -137,9 +150,12 @@ def _without_effect(config: DataConfig, found: Sequence[Sources]) -> list[str]:
 
 
 def _asked_alone(sources: Sources) -> Sources:
-    """Return one source of a mixture as it would be asked for alone: without the knobs of rows where it has none."""
+    """Return one source of a mixture as it would be asked for alone: without the knobs of rows where it has none.
+
+    Less is read of it, whatever other sources there are, so that they change nothing about it.
+    """
     training, *others = (one if one.keyed else replace(one, text=TEXT, skips=False) for one in sources.all)
-    return replace(sources, training=training, held_out=others[0] if others else None)
+    return replace(sources, training=training, held_out=others[0] if others else None).one_of(OF_MIXTURE)
 
 
 def paths_of(text: str | None, key: str = TEXT) -> tuple[Path, ...]:
@@ -173,7 +189,9 @@ def _named(knob: str, text: str | None, key: str = TEXT) -> NamedFiles:
 def _source(name: str | None, named: NamedFiles, config: DataConfig) -> Source | None:
     if not named.files:
         return None
-    return Source.of(*named.files, name=name, left_out=named.others, text=config.text, skips=config.skips)
+    return Source.of(
+        *named.files, name=name, left_out=named.others, text=config.text, skips=config.skips, form=config.form
+    )
 
 
 def _problems(knob: str, text: str | None, named: NamedFiles) -> list[str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxdist.config import RequestError
-from jaxdist.config.text_template import TextTemplate, parse
-from jaxdist.data.readers.reader import Document, OpenFile, named_keys
+from jaxdist.config.text_template import parse
+from jaxdist.data.readers.reader import Document, OpenFile, WholeRows, documents_of_rows, named_keys, of_text
 
 if TYPE_CHECKING:
     import pyarrow
@@ -52,29 +52,56 @@ def decoding(path: Path) -> Iterator[None]:
         raise RequestError(f"'{path}' is damaged: pyarrow says '{reason}'; copy it again") from error
 
 
-def columns_of(schema: pyarrow.Schema, template: TextTemplate, path: Path) -> list[Column]:
-    """Return where the texts of a template are. Raises `RequestError` where a column is missing or holds no texts."""
-    return [_column(schema, key, path) for key in template.keys]
+def columns_of(schema: pyarrow.Schema, text: str, whole: WholeRows | None, path: Path) -> list[Column]:
+    """Return what is read of each row, as `OpenFile` says it.
+
+    Raises `RequestError` where a column is missing, or holds no texts where these are read.
+    """
+    if whole is None:
+        return [_column(schema, key, path) for key in parse(text).keys]
+    try:
+        return [Column(key, (key,)) for key in whole.keys(schema.names)]
+    except ValueError as error:
+        raise RequestError(f"'{path}' has {error}") from error
 
 
 def row_documents(
     batch: pyarrow.RecordBatch, columns: list[Column], opened: OpenFile, before: int
 ) -> Iterator[Document]:
     """Yield a document for each row of a batch, skipping empty texts. `before` rows of the file come before them."""
+    if opened.whole:
+        return _whole_documents(batch, columns, opened, opened.whole, before)
     template = parse(opened.text)
     batch.validate()
     values = [_bytes(batch, column).to_pylist() for column in columns]
-    for number, row in enumerate(zip(*values, strict=True), start=before + 1):
-        try:
-            where = f"row {number} of '{opened.path}'"
-            text = template.filled([_text(*pair, where) for pair in zip(row, columns, strict=True)])
-        except RequestError as error:
-            opened.bad(error)
-            continue
-        if text:
-            yield Document(text, True)
-        else:
-            opened.on_empty()
+
+    def document_of(numbered: tuple[int, tuple[bytes | None, ...]]) -> Document | None:
+        number, row = numbered
+        where = f"row {number} of '{opened.path}'"
+        return of_text(template.filled([_text(*pair, where) for pair in zip(row, columns, strict=True)]))
+
+    return documents_of_rows(enumerate(zip(*values, strict=True), start=before + 1), document_of, opened)
+
+
+def _whole_documents(
+    batch: pyarrow.RecordBatch, columns: list[Column], opened: OpenFile, whole: WholeRows, before: int
+) -> Iterator[Document]:
+    rows = batch.select([column.key for column in columns])
+    rows.validate(full=True)
+
+    def document_of(numbered: tuple[int, dict[str, Any]]) -> Document | None:
+        number, row = numbered
+        return whole.document(row, f"row {number} of '{opened.path}'")
+
+    try:
+        values = rows.to_pylist()
+    except ValueError as error:
+        # Python has no time in nanoseconds, for example.
+        reason = str(error).partition(". ")[0]
+        raise RequestError(
+            f"'{opened.path}' has a value that no row of Python can hold ({reason}); write that column as text"
+        ) from error
+    return documents_of_rows(enumerate(values, start=before + 1), document_of, opened)
 
 
 def _text(value: bytes | None, column: Column, where: str) -> str:

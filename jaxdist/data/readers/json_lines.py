@@ -1,4 +1,4 @@
-"""Read JSON lines: an object on each line, with its text at "text", or where data.text says.
+"""Read JSON lines: an object on each line, with its text at "text", or where data.text says, or a conversation.
 
 Nothing else on a line is looked at: it may hold numbers of any length, and NaN, which Python and pandas write.
 """
@@ -6,22 +6,34 @@ Nothing else on a line is looked at: it may hold numbers of any length, and NaN,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.config import RequestError
 from jaxdist.config.text_template import TEXT, TextTemplate, parse
+from jaxdist.data.chats.forms import form_by_keys, known_form
 from jaxdist.data.compressed import ending_of, plain
-from jaxdist.data.readers.reader import Document, OnRead, OpenFile, TextReader, named_keys, unseen
+from jaxdist.data.readers.reader import (
+    Document,
+    OnRead,
+    OpenFile,
+    TextReader,
+    documents_of_rows,
+    named_keys,
+    of_text,
+    unseen,
+)
 from jaxdist.files.json_files import is_unicode
 
 MARK = b"\xef\xbb\xbf"
 """A byte-order mark, which some editors put at the start of a file; where files were joined it begins a later line."""
 
 TEXT_ROW = 'write {"text": "..."} on each line'
-"""What to do about a line that is no JSON."""
+OBJECT_ROW = "write an object on each line"
+"""What to do about a line that is no JSON object: of texts, and of conversations."""
 
 KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number"}
 KINDS |= {str: "a text", list: "a list", dict: "an object"}
@@ -31,7 +43,10 @@ ENDINGS = (".jsonl", ".ndjson")
 """Endings of JSON lines. A .json may hold them too, or anything else."""
 
 LONGEST_FIRST = 1 << 20
-"""Bytes of the first line of a .json that is looked at."""
+"""Bytes at the start of a .json that are looked at."""
+
+LIST = re.compile(r"\s*\[\s*(?=\{)")
+"""How a list of objects begins."""
 
 
 def _number(digits: str) -> int | float:
@@ -62,16 +77,15 @@ def json_lines(opened: OpenFile) -> Iterator[Document]:
     """Yield a document per line, skipping blank lines and empty texts. Needs the memory of the longest line."""
     template = parse(opened.text)
     size = None if opened.stop is None else opened.stop - opened.start
-    for number, line in lines_of(opened.file, opened.on_read, size):
-        try:
-            text = _text_of_line(line, LineOf(opened, number), template)
-        except RequestError as error:
-            opened.bad(error)
-            continue
-        if text:
-            yield Document(text, True)
-        else:
-            opened.on_empty()
+
+    def document_of(numbered: tuple[int, bytes]) -> Document | None:
+        number, line = numbered
+        where = LineOf(opened, number)
+        if opened.whole:
+            return opened.whole.document(_object(line, where, OBJECT_ROW), where)
+        return of_text(_text_of_line(line, where, template))
+
+    return documents_of_rows(lines_of(opened.file, opened.on_read, size), document_of, opened)
 
 
 def lines_of(file: BufferedReader, on_read: OnRead = unseen, size: int | None = None) -> Iterator[tuple[int, bytes]]:
@@ -128,10 +142,16 @@ def value_of(line: bytes, where: LineOf | str, remedy: str) -> Any:
 
 def _text_of_line(line: bytes, where: LineOf | str, template: TextTemplate) -> str:
     """Return the text of a JSON line. Raises `RequestError` if there is none."""
-    row = value_of(line, where, TEXT_ROW)
-    if not isinstance(row, dict):
-        raise RequestError(f'{where} has {KINDS[type(row)]}; write an object with a string "text" on each line')
+    row = _object(line, where)
     return template.filled([_string(row, key, where) for key in template.keys])
+
+
+def _object(line: bytes, where: LineOf | str, remedy: str = TEXT_ROW) -> dict[str, Any]:
+    """Return the object of a JSON line. Raises `RequestError` with the remedy if there is none."""
+    row = value_of(line, where, remedy)
+    if not isinstance(row, dict):
+        raise RequestError(f"{where} has {KINDS[type(row)]}; {remedy}")
+    return row
 
 
 def _string(row: dict[str, Any], key: str, where: LineOf | str) -> str:
@@ -143,9 +163,11 @@ def _string(row: dict[str, Any], key: str, where: LineOf | str) -> str:
             raise RequestError(f"{where} {_lacks(row, key)}")
         value = value[part]
     if not isinstance(value, str):
-        raise RequestError(
-            f'{where} has {KINDS[type(value)]} as its "{key}"; write a string there, or leave the line out'
-        )
+        remedy = "write a string there, or leave the line out"
+        inside = [name for name, one in value.items() if isinstance(one, str)] if isinstance(value, dict) else []
+        if inside:
+            remedy = f'name "{key}.{inside[0]}" by data.text, or write a string there'
+        raise RequestError(f'{where} has {KINDS[type(value)]} as its "{key}"; {remedy}')
     if not is_unicode(value):
         raise RequestError(f"{where} has half of a surrogate pair (\\ud800 to \\udfff), which is not text; remove it")
     return value
@@ -154,6 +176,12 @@ def _string(row: dict[str, Any], key: str, where: LineOf | str) -> str:
 def _lacks(row: dict[str, Any], key: str) -> str:
     names = named_keys(row)
     if key == "text":
+        form = form_by_keys(row)
+        if form:
+            return (
+                f"has the keys {names}, as data.form {form} has, but is read as text; write all rows in that form, or "
+                f'an object with a string "text" on each line'
+            )
         return (
             f'has the keys {names}; write an object with a string "text" on each line, or name the key '
             "of the text by data.text"
@@ -168,25 +196,56 @@ def _takes(path: Path, text: str) -> bool:
 
 
 def _holds_lines(path: Path, text: str) -> bool:
-    """Return whether the first line has its text at `text`, or at the usual key: then all lines are to be rows."""
-    try:
-        with path.open("rb") as file:
-            line = plain(file, path).readline(LONGEST_FIRST).removeprefix(MARK)
-    except RequestError:
-        return False
-    return any(_has_text(line, key) for key in {text, TEXT})
+    """Return whether the first line has its text at `text`, or at the usual key, or a conversation.
+
+    Then all lines are to be rows.
+    """
+    line = _first_line(path)
+    return any(_has_text(line, key) for key in {text, TEXT}) or known_form(_keys_of(line)) is not None
 
 
 def holds_objects(path: Path) -> bool:
     """Return whether a file begins with a JSON object on a line, and is not called .json."""
-    if ending_of(path) == ".json":
+    return ending_of(path) != ".json" and bool(_keys_of(_first_line(path)))
+
+
+def holds_list(path: Path) -> bool:
+    """Return whether a file begins as a JSON list whose first item has a text or a conversation."""
+    head = _head(path, lambda file: file.read(LONGEST_FIRST)).decode("utf-8", "replace")
+    begun = LIST.match(head)
+    if begun is None:
         return False
     try:
-        with path.open("rb") as file:
-            line = plain(file, path).readline(LONGEST_FIRST).removeprefix(MARK)
-        return isinstance(value_of(line, "the first line", TEXT_ROW), dict)
-    except RequestError:
+        first, _ = LINE.raw_decode(head, begun.end())
+    except (ValueError, RecursionError):
         return False
+    return TEXT in first or known_form(first) is not None
+
+
+def _keys(path: Path) -> list[str]:
+    """Return the keys of the first row, however long it is; none where it is no object."""
+    return _keys_of(_head(path, lambda file: next((line for _, line in lines_of(file)), b"")))
+
+
+def _first_line(path: Path) -> bytes:
+    """Return the first line, or as much of it as is looked at; nothing of what cannot be read."""
+    return _head(path, lambda file: file.readline(LONGEST_FIRST))
+
+
+def _head(path: Path, read: Callable[[BufferedReader], bytes]) -> bytes:
+    """Return what `read` reads at the start of the text of a file; nothing of what cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return read(plain(file, path)).removeprefix(MARK)
+    except RequestError:
+        return b""
+
+
+def _keys_of(line: bytes) -> list[str]:
+    try:
+        return list(_object(line, "the first line"))
+    except RequestError:
+        return []
 
 
 def _has_text(line: bytes, text: str) -> bool:
@@ -197,4 +256,12 @@ def _has_text(line: bytes, text: str) -> bool:
     return True
 
 
-JSON_LINES = TextReader(key="jsonl", name="JSON lines", takes=_takes, documents=json_lines, places=places, keyed=True)
+JSON_LINES = TextReader(
+    key="jsonl",
+    name="JSON lines",
+    takes=_takes,
+    documents=json_lines,
+    places=places,
+    keyed=True,
+    keys=_keys,
+)

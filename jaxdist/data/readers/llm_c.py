@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxdist.config import RequestError
+from jaxdist.data.heads import head_of
 from jaxdist.data.readers.reader import Expected, OnRead, TokenFile, TokenReader, check_ids, unseen
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def open_llm_c(path: Path, expected: Expected, on_read: OnRead = unseen) -> Toke
             f"not {count * form.width}; copy it again"
         )
     tokens = Tokens.open(path, form.dtype, HEADER)
-    check_ids(tokens, expected.vocab, on_read)
+    check_ids(tokens, expected, on_read)
     return TokenFile(tokens, f"llm.c, {form.dtype}")
 
 
@@ -67,8 +68,7 @@ def _takes(path: Path, text: str) -> bool:
     """Return whether a file begins with a magic number of llm.c and a small version, whatever it is called."""
     if not path.is_file():
         return False
-    with path.open("rb") as file:
-        start = file.read(8)
+    start = head_of(path)[:8]
     if len(start) < 8:
         return False
     magic, version = struct.unpack("<2i", start)

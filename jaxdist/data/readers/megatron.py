@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxdist.config import RequestError
+from jaxdist.data.heads import head_of
 from jaxdist.data.readers.reader import Expected, OnRead, TokenFile, TokenReader, check_ids, unseen
+from jaxdist.data.token_samples import INDEX_SAMPLED, INDEX_SAMPLES, spread
 
 if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Int
+
     from jaxdist.data.tokens import TokenType
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -33,6 +39,9 @@ READ: dict[str, TokenType] = {"uint16": "uint16", "int32": "uint32"}
 
 CHUNK = 1 << 20
 """Sequences that are checked at a time."""
+
+FEWEST = 8
+"""The fewest that are checked of samples."""
 
 
 class Index(NamedTuple):
@@ -78,10 +87,10 @@ def index_of(path: Path) -> tuple[Path, ...]:
 
 
 def open_megatron(path: Path, expected: Expected, on_read: OnRead = unseen) -> TokenFile:
-    """Return the tokens of a `.bin`, document after document, after a check that the whole index describes it.
+    """Return the tokens of a `.bin`, document after document, after a check that the index describes it.
 
-    `on_read` is called with the numbers of bytes read of the `.bin`. Raises `RequestError` where the two do not belong
-    together or are damaged, and `OSError`.
+    The whole index is checked, or samples of it. `on_read` is called with the numbers of bytes read of the `.bin`.
+    Raises `RequestError` where the two do not belong together or are damaged, and `OSError`.
     """
     from jaxdist.data.tokens import Tokens
 
@@ -97,11 +106,32 @@ def open_megatron(path: Path, expected: Expected, on_read: OnRead = unseen) -> T
             "auto"
         )
     width = 2 if dtype == "uint16" else 4
-    _check_sequences(index, path, width)
+    _check_sequences(index, path, width, expected.sharing)
     tokens = Tokens.open(path, dtype)
-    check_ids(tokens, expected.vocab, on_read, signed=index.dtype == "int32")
-    documents = index.borders - 1
-    return TokenFile(tokens, f"Megatron, {index.dtype}, {documents:,} document{'' if documents == 1 else 's'}")
+    check_ids(tokens, expected, on_read)
+    return TokenFile(tokens, f"Megatron, {index.dtype}", documents=index.borders - 1)
+
+
+def document_lengths(path: Path, sharing: int = 0) -> Iterator[Int[np.ndarray, " documents"]]:
+    """Yield the tokens of each document of a `.bin`, some at a time, as its index says.
+
+    Where files are `sharing` what is read of them, those of samples. Raises `RequestError` for an index that is
+    damaged, and `OSError`.
+    """
+    import numpy as np
+
+    from jaxdist.data.number_file import NumberFile
+
+    index = _read_index(_beside(path))
+    lengths = NumberFile(index.path, *index.lengths())
+    borders = NumberFile(index.path, *index.documents())
+    for start, stop in _stretches(index.borders - 1, sharing):
+        some = borders.read(start, stop + 1)
+        if (np.diff(some) < 0).any():
+            raise RequestError(f"'{index.path}' is damaged: its documents do not follow each other; copy it again")
+        ends = np.cumsum(lengths.read(int(some[0]), int(some[-1])), dtype=np.int64)
+        found = np.diff(np.concatenate([[0], ends])[some - some[0]])
+        yield found[found > 0]
 
 
 def _read_index(path: Path) -> Index:
@@ -124,7 +154,15 @@ def _read_index(path: Path) -> Index:
     return index
 
 
-def _check_sequences(index: Index, path: Path, width: int) -> None:
+def _stretches(count: int, sharing: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of `CHUNK` of so many things at a time; samples where files are `sharing` what is read."""
+    if sharing:
+        samples = max(2, INDEX_SAMPLES // sharing)
+        return spread(count, samples, max(FEWEST, INDEX_SAMPLED // (samples * sharing)))
+    return spread(count, -(-count // CHUNK), CHUNK)
+
+
+def _check_sequences(index: Index, path: Path, width: int, sharing: int) -> None:
     """Raise `RequestError` unless the sequences fill the file one after another, and documents end with the last."""
     import numpy as np
 
@@ -134,8 +172,9 @@ def _check_sequences(index: Index, path: Path, width: int) -> None:
     places = NumberFile(index.path, *index.places())
     borders = NumberFile(index.path, *index.documents())
     end = 0
-    for start in range(0, index.sequences, CHUNK):
-        stop = min(start + CHUNK, index.sequences)
+    for start, stop in _stretches(index.sequences, sharing):
+        if sharing and start:
+            end = int(places.read(start, start + 1)[0])
         ends = end + width * np.cumsum(lengths.read(start, stop), dtype=np.int64)
         begins = np.concatenate([[end], ends[:-1]])
         wrong = np.flatnonzero((places.read(start, stop) != begins) | (ends < begins))
@@ -175,9 +214,10 @@ def _has_index(path: Path) -> bool:
     index = _beside(path)
     if not index.is_file():
         return False
-    with index.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+    return head_of(index).startswith(MAGIC)
 
 
 # The key is that of a `.bin` without its index: the same bytes are the same tokens, and old runs find them again.
-MEGATRON = TokenReader(key="bin", name="tokens of Megatron", takes=_takes, open=open_megatron)
+MEGATRON = TokenReader(
+    key="bin", name="tokens of Megatron", takes=_takes, open=open_megatron, documents=document_lengths
+)

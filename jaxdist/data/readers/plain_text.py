@@ -7,7 +7,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from jaxdist.config import RequestError
-from jaxdist.data.readers.reader import Document, OpenFile, TextReader
+from jaxdist.data.readers.reader import Document, OpenFile, TextReader, every_step
 
 
 def blocks(opened: OpenFile) -> Iterator[Document]:
@@ -44,13 +44,17 @@ def _rest(file: BufferedReader, last: bytes, length: int, size: int) -> bytes:
 
 
 def places(opened: OpenFile, step: int) -> Iterator[int]:
-    """Yield the first place after each `step` bytes at which a block begins.
+    """Yield the first place after each `step` bytes at which a block begins."""
+    return every_step(_block_starts(opened), step)
 
-    Where a block begins depends on all blocks before it, so the end of each one is looked at.
+
+def _block_starts(opened: OpenFile) -> Iterator[int]:
+    """Yield where each block but the first begins.
+
+    That depends on all blocks before it, so the end of each one is looked at.
     """
     file, size = opened.file, opened.block
     place = 0
-    due = step
     while True:
         file.seek(place + size - 1)
         last = file.read(1)
@@ -59,9 +63,7 @@ def places(opened: OpenFile, step: int) -> Iterator[int]:
         place += size + len(_rest(file, last, size, size))
         if not file.peek(1):
             return
-        if place >= due:
-            yield place
-            due = (place // step + 1) * step
+        yield place
 
 
 def _describe(root: Path, documents: int) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import codecs
 import math
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.config import RequestError
+from jaxdist.data.heads import head_of
+from jaxdist.data.readers.misread import WRITE, check_misread
 from jaxdist.data.readers.reader import Expected, OnRead, TokenFile, TokenReader, check_ids, unseen
 
 if TYPE_CHECKING:
@@ -33,25 +36,21 @@ TEXT = re.compile(rb"[\t\n\r\f\x20-\x7e\x80-\xff]{64,}")
 """At least 64 bytes without control characters. Tokens do not match by chance: ids below 256 contain a zero byte, and
 other bytes would also have to be valid UTF-8."""
 
-REMEDY = (
-    "write the ids with numpy's ids.astype('<u2').tofile('tokens.bin'), or with '<u4' where some are 65,536 or more; "
-    "if they are uint16 all the same, set data.dtype to uint16"
-)
+REMEDY = f"{WRITE}; if they are uint16 all the same, set data.dtype to uint16"
 
 
 def open_raw(path: Path, expected: Expected, on_read: OnRead = unseen) -> TokenFile:
     """Return the tokens of a file; of which type they are, its content shows if `expected` does not say it.
 
-    The first 2 MiB are examined and, if nothing is wrong there, the whole file; `on_read` is then called with the
-    numbers of bytes read. Raises `RequestError` if these are no such tokens, and `OSError`.
+    The first 2 MiB are examined, or a part of them where several files share what is read, and, if nothing is wrong
+    there, the whole file or samples; `on_read` is called with the numbers of bytes read of the whole. Raises
+    `RequestError` if these are no such tokens, and `OSError`.
     """
-    import numpy as np
-
     from jaxdist.data.tokens import Tokens
 
     size = path.stat().st_size
     _check_whole(path, size, "uint16")
-    values = np.fromfile(path, "<u2", LOOKED_AT)
+    values = _looked_at(path, size, expected)
     if _is_text(values.tobytes()):
         raise RequestError(
             f"'{path}' holds text and no tokens; name it .txt, or .jsonl where each line is a JSON object"
@@ -59,11 +58,37 @@ def open_raw(path: Path, expected: Expected, on_read: OnRead = unseen) -> TokenF
     dtype = _dtype_of(path, values, expected)
     _check_whole(path, size, dtype)
     tokens = Tokens.open(path, dtype)
-    # This check comes last, because it reads the whole file.
-    check_ids(tokens, expected.vocab, on_read, _other_causes(tokens, expected))
+    # This check comes last, because it may read the whole file.
+    check_ids(tokens, expected, on_read, lambda: _other_causes(tokens, expected))
     if dtype == "uint16":
         return TokenFile(tokens)
     return TokenFile(tokens, "uint32, as its content shows" if expected.dtype == "auto" else "uint32")
+
+
+def _looked_at(path: Path, size: int, expected: Expected) -> UInt16[np.ndarray, " n"]:
+    """Return the first values of a file, and where these say nothing about their type, the last ones of a large one."""
+    import numpy as np
+
+    count = LOOKED_AT // max(1, expected.sharing)
+    if count < FEWEST:
+        # Ten thousand files are opened once each.
+        values = np.frombuffer(head_of(path)[: 2 * FEWEST], "<u2")
+    else:
+        values = _values(path, 0, count)
+    if expected.sharing and values.size and values.max() < _bound(expected.vocab):
+        pairs = min(values.size // 2, size // 4)
+        last = _values(path, 4 * (size // 4 - pairs), 2 * pairs)
+        values = np.concatenate([values[: values.size // 2 * 2], last])
+    return values
+
+
+def _values(path: Path, place: int, count: int) -> UInt16[np.ndarray, " n"]:
+    """Return values of 16 bits from a byte of a file on, and read no more than these."""
+    import numpy as np
+
+    with path.open("rb", buffering=0) as file:
+        found = os.pread(file.fileno(), 2 * count, place)
+    return np.frombuffer(found, "<u2", len(found) // 2)
 
 
 def _check_whole(path: Path, size: int, dtype: TokenType) -> None:
@@ -77,7 +102,7 @@ def _check_whole(path: Path, size: int, dtype: TokenType) -> None:
 
 def _dtype_of(path: Path, values: UInt16[np.ndarray, " n"], expected: Expected) -> TokenType:
     """Return the type of the ids in a file that begins with these values of 16 bits."""
-    vocab, entries, dtype = expected
+    vocab, entries, dtype, _ = expected
     if dtype != "auto":
         return dtype
     wider = _wider(values, vocab)
@@ -89,22 +114,24 @@ def _dtype_of(path: Path, values: UInt16[np.ndarray, " n"], expected: Expected) 
             f"values of 16 bits is below {_bound(vocab)}; {REMEDY}"
         )
     if vocab > IDS and (entries is None or entries > IDS):
+        check_misread(path, values.tobytes(), vocab)
         tokenizer = "" if entries is None else f" and data.tokenizer has {entries} entries"
         raise RequestError(
             f"'{path}' does not look like uint32, and ids of uint16 are below {IDS}, but model.vocab is "
-            f"{vocab}{tokenizer}; set data.dtype to uint16 or uint32, whichever its ids are"
+            f"{vocab}{tokenizer}; set data.dtype to uint16 or uint32, whichever its ids are, or, beside files of "
+            "the other type, write its ids as theirs"
         )
     return "uint16"
 
 
 def _other_causes(tokens: Tokens, expected: Expected) -> str:
-    """Return what may be wrong with a file beside ids that the vocabulary does not have."""
+    """Return what may be wrong with a file beside ids that the vocabulary does not have.
+
+    Raises `RequestError` where it is surely that.
+    """
     start = tokens.read(0, min(LOOKED_AT, tokens.length))
-    # Ids that fit the vocabulary only with swapped bytes are hardly a coincidence.
-    if start.size and start.byteswap().max() < expected.vocab <= start.max():
-        return (
-            f", or swap the bytes of each id: all are then below {expected.vocab}, so that the file may be big-endian"
-        )
+    if start.size and start.max() >= expected.vocab:
+        check_misread(tokens.path, start.tobytes(), expected.vocab)
     if tokens.dtype == "uint32" and expected.dtype == "auto":
         return ", or data.dtype to uint16 if the file, which looks like uint32, is that"
     return f", or check that the file is {tokens.dtype} without a header"

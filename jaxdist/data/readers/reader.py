@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from jaxdist.config import RequestError
 from jaxdist.config.text_template import TEXT
 from jaxdist.config.values import IdType
+from jaxdist.data.heads import head_of
 
 if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Int
+
+    from jaxdist.data.chats.rendering import Rendered
     from jaxdist.data.tokens import Tokens
+
+Row = TypeVar("Row")
 
 OnRead = Callable[[int], None]
 """Is called with the numbers of bytes as they are read."""
@@ -35,6 +42,24 @@ class Document(NamedTuple):
     """Whether the document ends here, so that an end-of-text token follows."""
     begins: bool = True
     """Whether the document begins here, so that a BOS token precedes where the tokenizer has one."""
+    rows: tuple[Rendered, ...] = ()
+    """Of a conversation, the texts to learn from, each by itself and with what is learned of it."""
+    forged: bool = False
+    """Whether a text that a user has given holds a special token."""
+    pair: bool = False
+    """Whether its two rows are answers to the same, the better one first."""
+    uncalled: bool = False
+    """Whether what is learned of a conversation lacks a tool that the assistant calls."""
+
+
+class WholeRows(Protocol):
+    """Makes documents of rows with several keys, of which none is the text of the document by itself."""
+
+    def keys(self, present: Iterable[str]) -> list[str]:
+        """Return those of the keys of a file that are read. Raises `ValueError` with what is wrong with them."""
+
+    def document(self, row: Mapping[str, Any], where: object) -> Document | None:
+        """Return the document of a row; None for an empty one. Raises `RequestError` that says `where` it is."""
 
 
 def refuse(error: RequestError) -> None:
@@ -53,6 +78,8 @@ class OpenFile(NamedTuple):
     """Bytes of the pieces into which a reader cuts a text that does not say where its documents end."""
     text: str = TEXT
     """Where the text of a row is, as data.text says it."""
+    whole: WholeRows | None = None
+    """Makes a document of a row as a whole; None where its text does."""
     on_empty: Callable[[], None] = uncounted
     """Is called for each text that is empty, which is no document."""
     bad: Callable[[RequestError], None] = refuse
@@ -61,6 +88,39 @@ class OpenFile(NamedTuple):
     """The place in the file from which on its documents are wanted: 0, or one of the `places` of its reader."""
     stop: int | None = None
     """The place before which these documents begin: another one of them; None for the end of the file."""
+
+
+def every_step(places: Iterable[int], step: int) -> Iterator[int]:
+    """Yield, of ascending places, the first one at or after each multiple of `step`, but 0."""
+    due = step
+    for place in places:
+        if place >= due:
+            yield place
+            due = (place // step + 1) * step
+
+
+def documents_of_rows(
+    rows: Iterable[Row], document_of: Callable[[Row], Document | None], opened: OpenFile
+) -> Iterator[Document]:
+    """Yield a document for each row of a file, skipping empty ones.
+
+    `document_of` returns that of a row, or raises `RequestError` with what is wrong with the row.
+    """
+    for row in rows:
+        try:
+            document = document_of(row)
+        except RequestError as error:
+            opened.bad(error)
+            continue
+        if document:
+            yield document
+        else:
+            opened.on_empty()
+
+
+def of_text(text: str) -> Document | None:
+    """Return a whole text as a document; None for an empty one."""
+    return Document(text, True) if text else None
 
 
 NAMED = 5
@@ -79,7 +139,7 @@ def count_documents(root: Path, documents: int) -> str:
     return f"{root}, {documents} documents"
 
 
-def without_check(path: Path, text: str) -> None:
+def without_check(path: Path, text: str, whole: WholeRows | None) -> None:
     """Take a file as it is."""
 
 
@@ -112,8 +172,8 @@ class TextReader(Reader):
     at or after each multiple of a number of bytes, but 0.
 
     They depend on nothing but the content of the file and the number. `documents` must yield the same documents
-    whether it reads the file at once or from place to place: lines, or groups of rows by where they lie in the file.
-    None: a file of this form is read by one process, as each compressed one is.
+    whether it reads the file at once or from place to place. None: a file of this form is read by one process, as each
+    compressed one is.
     """
     describe: Callable[[Path, int], str] = count_documents
     """Returns what the summary calls the data, from their path and the number of their documents."""
@@ -123,9 +183,11 @@ class TextReader(Reader):
     """Whether the names of such files say which of them are held out, as those of data sets on the hub do."""
     needs: str = ""
     """The package that reads them, of the extra `data`; none where Python and numpy do."""
-    check: Callable[[Path, str], None] = without_check
-    """Raises `RequestError` for a file that cannot be read as a whole, with data.text; called for all files before the
-    first of them is read."""
+    keys: Callable[[Path], list[str]] | None = None
+    """Returns the keys of a file, of its first row where each has its own; None where rows have no keys."""
+    check: Callable[[Path, str, WholeRows | None], None] = without_check
+    """Raises `RequestError` for a file that cannot be read as a whole, or lacks keys that are read as `OpenFile` says;
+    called for all files before the first of them is read."""
     ratio: int = 1
     """Bytes of text for a byte of a file, about."""
 
@@ -139,6 +201,9 @@ class TokenReader(Reader):
 
     Raises `RequestError` with the reason why the file is not accepted, and `OSError`.
     """
+    documents: Callable[[Path, int], Iterator[Int[np.ndarray, " documents"]]] | None = None
+    """Yields the tokens of each document of a file that was accepted, some at a time, or those of samples where files
+    share what is read (`Expected.sharing`). None: nothing says it."""
 
 
 class Expected(NamedTuple):
@@ -150,6 +215,9 @@ class Expected(NamedTuple):
     """The number of ids of its tokenizer; None without one."""
     dtype: IdType = "auto"
     """Their type, as data.dtype says it."""
+    sharing: int = 0
+    """Parts among which what a start reads is divided, where samples are read (`data.token_samples`), a file or less
+    each; 0 where all is read."""
 
 
 class TokenFile(NamedTuple):
@@ -158,21 +226,40 @@ class TokenFile(NamedTuple):
     tokens: Tokens
     form: str = ""
     """What the summary adds to its name: how it was read, where that is not the usual way."""
+    documents: int = 0
+    """How many it has, where an index says it."""
 
 
-def check_ids(tokens: Tokens, vocab: int, on_read: OnRead, also: str = "", signed: bool = False) -> None:
-    """Raise `RequestError` if an id is no id of a model with `vocab` of them. Reads all tokens.
+def check_ids(tokens: Tokens, expected: Expected, on_read: OnRead, also: Callable[[], str] = str) -> None:
+    """Raise `RequestError` if an id is no id of a model with so many of them. Reads all tokens, or samples.
 
-    `also` is what else may be the cause than too small a vocabulary. If the ids are `signed`, tokens of uint32 that are
-    too large for int32 are negative ids.
+    `also` returns what else may be the cause than too small a vocabulary, or raises `RequestError` where it is surely
+    another. Tokens of uint32 that are too large for int32 are negative ids.
     """
-    largest = tokens.largest(on_read)
-    if signed and largest >= 1 << 31:
+    vocab = expected.vocab
+    if expected.sharing:
+        found = (_first_ids(tokens), *tokens.samples(expected.sharing))
+        largest = max((int(ids.max()) for ids in found if ids.size), default=-1)
+    else:
+        largest = tokens.largest(on_read)
+    if largest < vocab:
+        return
+    others = also()
+    if largest >= 1 << 31:
         raise RequestError(
-            f"'{tokens.path}' holds the negative id {largest - (1 << 32)}; ids begin at 0, so write it again"
+            f"'{tokens.path}' holds the negative id {largest - (1 << 32)}; ids begin at 0, so leave out what is below, "
+            "and write it again"
         )
-    if largest >= vocab:
-        raise RequestError(
-            f"'{tokens.path}' holds token id {largest} but model.vocab is {vocab}; set model.vocab to at least "
-            f"{largest + 1}{also}"
-        )
+    raise RequestError(
+        f"'{tokens.path}' holds token id {largest} but model.vocab is {vocab}; set model.vocab to at least "
+        f"{largest + 1}{others}"
+    )
+
+
+def _first_ids(tokens: Tokens) -> Int[np.ndarray, " n"]:
+    """Return those of the first bytes of a file, which are read in any case."""
+    import numpy as np
+
+    dtype = np.dtype(tokens.dtype).newbyteorder("<")
+    start = head_of(tokens.path)[tokens.offset :]
+    return np.frombuffer(start, dtype, len(start) // dtype.itemsize)

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxdist.config import DataConfig, RequestError, listed
-from jaxdist.data.compressed import HEAD, compression_of
-from jaxdist.data.corpus import open_streams, row_problems
+from jaxdist.data.chats.counts import KEPT, holds_pairs
+from jaxdist.data.chats.rows import ChatRows, open_chat_rows
+from jaxdist.data.compressed import compression_of
+from jaxdist.data.corpus import HeldOutPart, open_streams, row_problems
+from jaxdist.data.heads import head_of
 from jaxdist.data.packed_rows import lengths_in_order
 from jaxdist.data.progress import Progress
 from jaxdist.data.row_use import RowUse
@@ -23,6 +26,7 @@ from jaxdist.data.survey.token_documents import hash_documents, samples
 from jaxdist.data.tokenizing.encoder import sample_bytes
 from jaxdist.data.tokens import Tokens
 from jaxdist.data.vocabulary import needed_vocab
+from jaxdist.files import digest
 from jaxdist.files.reasons import reading
 from jaxdist.huggingface.given_tokenizer import largest_id
 from jaxdist.output.units import size
@@ -61,8 +65,9 @@ def look(asked: Asked, found: Mapping[str, Sources], progress: Progress) -> Look
     figures: Figures = {
         "sources": list(_of_files(asked, found)),
         "documents": dict.fromkeys(("count", "empty", "bad", "bytes", "tokens")),
-        **dict.fromkeys(("duplicates", "tokens", "rows")),
+        **dict.fromkeys(("duplicates", "tokens", "chats", "rows")),
         "samples": [],
+        "sequence": asked.sequence,
     }
     problems = []
     texts = [source for sources in found.values() for source in sources.all if not source.holds_tokens]
@@ -79,7 +84,8 @@ def look(asked: Asked, found: Mapping[str, Sources], progress: Progress) -> Look
     if streams:
         of_text = not any(sources.training.holds_tokens for sources in found.values())
         _TokenFigures(streams, asked.sequence, progress).tell(figures, of_text)
-        refused = list(_row_problems(streams, found, asked.sequence))
+        figures["chats"] = _of_chats(asked, streams, progress)
+        refused = list(_row_problems(asked, streams, found, progress))
         problems += listed(iter(refused), len(refused), "sources without rows")
     figures["notes"] = list(_notes(asked, found, streams))
     figures["problems"] = problems
@@ -91,15 +97,35 @@ def _open(asked: Asked, found: Mapping[str, Sources], progress: Progress) -> Map
     vocab: int | None = asked.vocab
     if not asked.own_vocab:
         vocab = needed_vocab(asked.data, found.values(), progress)
-    return open_streams(asked.data, found, vocab, progress) if vocab else {}
+    return open_streams(asked.data, found, vocab, progress, whole=True) if vocab else {}
 
 
-def _row_problems(streams: Mapping[str, Streams], found: Mapping[str, Sources], sequence: int) -> Iterator[str]:
+def _row_problems(
+    asked: Asked, streams: Mapping[str, Streams], found: Mapping[str, Sources], progress: Progress
+) -> Iterator[str]:
     """Yield a sentence for each part of each source that has no row."""
     for name, one in streams.items():
-        train, validation = (CutRows(tokens, sequence) for tokens in (one.train, one.validation))
+        train, validation = (_rows(tokens, asked, one, progress) for tokens in (one.train, one.validation))
         of = f" of '{name}'" if len(streams) > 1 else ""
-        yield from row_problems(train, validation, by_fraction=found[name].held_out is None, of=of)
+        yield from row_problems(train, validation, HeldOutPart.of(found[name], one), of=of)
+
+
+def _rows(tokens: Tokens, asked: Asked, of: Streams, progress: Progress) -> CutRows | ChatRows:
+    if not tokens.marked:
+        return CutRows(tokens, asked.sequence)
+    name = digest(of.fingerprint, tokens.path.name)
+    return open_chat_rows(tokens, asked.sequence, asked.data, True, name, progress, holds_pairs(of.facts))
+
+
+def _of_chats(asked: Asked, streams: Mapping[str, Streams], progress: Progress) -> Figures | None:
+    """Return what is counted of the conversations of all sources, and of their rows; None where there are none."""
+    total: Figures = {}
+    for one in streams.values():
+        rows = _rows(one.train, asked, one, progress)
+        if isinstance(rows, ChatRows) and KEPT in one.facts:
+            for name, count in {**one.facts[KEPT], "cut": rows.placed.cut, "left_out": rows.placed.dropped}.items():
+                total[name] = total.get(name, 0) + count
+    return total or None
 
 
 def _of_files(asked: Asked, found: Mapping[str, Sources]) -> Iterator[Figures]:
@@ -117,8 +143,8 @@ def _of_files(asked: Asked, found: Mapping[str, Sources]) -> Iterator[Figures]:
 def _of_source(source: Source) -> Figures:
     by_form: dict[tuple[str, str | None], list[int]] = {}
     for path, reader in source.files:
-        with reading(path), path.open("rb") as file:
-            known = compression_of(file.read(HEAD))
+        with reading(path):
+            known = compression_of(head_of(path))
             key = (reader.name, known.name if known else None)
             by_form.setdefault(key, []).append(path.stat().st_size)
     return {
@@ -126,6 +152,7 @@ def _of_source(source: Source) -> Figures:
         "files": len(source.files),
         "bytes": source.size,
         "left_out": source.left_out,
+        "chats": source.chats.form if source.chats else None,
         "forms": [
             {"form": form, "compression": compression, "files": len(sizes), "bytes": sum(sizes)}
             for (form, compression), sizes in by_form.items()
@@ -171,9 +198,13 @@ class _TokenFigures:
             for name, one in self._streams.items()
             for sample in samples(one.train, self._special, self._tokenizer, count)
         ]
-        if not self._special.delimits():
+        marked = any(one.train.marked for one in self._streams.values())
+        if not self._special.delimits() and not marked:
             return
         lengths, figures["rows"] = self._lengths()
+        if marked:
+            # They are cut only where data.long says it, which is told of them.
+            figures["rows"] = None
         documents = figures["documents"]
         documents["tokens"] = lengths.figures()
         if not of_text:
@@ -241,12 +272,18 @@ class _TokenFigures:
 
 def _notes(asked: Asked, found: Mapping[str, Sources], streams: Mapping[str, Streams]) -> Iterator[str]:
     """Yield what the figures do not say, and how to make them say it."""
-    if any(not one.special.delimits() for one in streams.values()):
+    if any(not one.special.delimits() and not one.train.marked for one in streams.values()):
         yield (
             "no tokenizer says which token ends a document, so that documents are not told apart; give a "
             "--data.tokenizer to see them"
         )
     texts = [sources.training for sources in found.values() if not sources.training.holds_tokens]
+    if any(source.chats for source in texts) and not asked.data.tokenizer:
+        yield (
+            "conversations are learned as a chat template writes them; give the folder of a tokenizer that has one as "
+            "--data.tokenizer, to see what is learned"
+        )
+        return
     yield from (source.misnamed for source in texts if source.misnamed)
     if texts and not asked.own_vocab and not asked.data.tokenizer:
         sampled = min(sample_bytes(asked.vocab), sum(source.text_size for source in texts))

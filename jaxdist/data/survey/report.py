@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxdist.data.chats.counts import phrases_of
 from jaxdist.data.survey.lengths import QUANTILES
 from jaxdist.huggingface.schema import TOKENIZER
 from jaxdist.output.tables import table
@@ -43,6 +44,8 @@ def _head(figures: Mapping[str, Any]) -> Iterator[str]:
         yield f"duplicates  {_duplicates(figures['duplicates'], documents['count'])}"
     if figures["tokens"]:
         yield from _tokens(figures["tokens"], documents)
+    if figures["chats"]:
+        yield f"chats       {_chats(figures['chats'], figures['sequence'])}"
     if figures["rows"]:
         yield f"rows        {_rows(figures['rows'])}"
     yield from (f"note        {note}" for note in figures["notes"])
@@ -54,7 +57,8 @@ def _source(source: Mapping[str, Any]) -> Iterator[str]:
     left_out = f" ({source['left_out']} left out)" if source["left_out"] else ""
     files = counted(source["files"], "file")
     share = f" ({100 * source['share']:.4g} % of the rows)" if source["share"] is not None else ""
-    yield f"{name:<11} {source['name']}{share}: {files}, {size(source['bytes'])}, {'; '.join(forms)}{left_out}"
+    chats = f", conversations ({source['chats']})" if source["chats"] else ""
+    yield f"{name:<11} {source['name']}{share}: {files}, {size(source['bytes'])}, {'; '.join(forms)}{chats}{left_out}"
 
 
 def _form(form: Mapping[str, Any], alone: bool) -> str:
@@ -110,6 +114,14 @@ def _tokens(tokens: Mapping[str, Any], documents: Mapping[str, Any]) -> Iterator
         yield from (f"  {one['name']}: {_sizes(one)}" for one in sources)
 
 
+def _chats(chats: Mapping[str, Any], sequence: int) -> str:
+    phrases = phrases_of(chats)
+    for what, words in (("cut", "cut"), ("left_out", "left out")):
+        if chats[what]:
+            phrases.append(f"{counted(chats[what], 'row')} longer than {sequence:,} tokens {words}")
+    return "; ".join(phrases)
+
+
 def _rows(rows: Mapping[str, Any]) -> str:
     documents = rows["documents"]
     cut, best_fit = (f"{rows[name]:,} ({_share(rows[name], documents)})" for name in ("cut", "cut_best_fit"))
@@ -141,7 +153,10 @@ def _sample(numbered: tuple[int, Mapping[str, Any]]) -> list[str]:
     where = f"sample {number}, the training tokens of {sample['source']} from {sample['start']:,} on"
     if sample["pieces"] is None:
         return [where, " ".join(map(str, sample["ids"]))]
-    return [where, BORDER.join(map(_on_one_line, sample["pieces"]))]
+    shown = [where, BORDER.join(map(_on_one_line, sample["pieces"]))]
+    if sample["learned"] is not None:
+        shown.append(f"learned: {' ... '.join(map(_on_one_line, sample['learned'])) or 'nothing of this'}")
+    return shown
 
 
 def _on_one_line(text: str) -> str:

@@ -10,7 +10,8 @@ import xxhash
 from jaxtyping import Int
 from tokenizers import Tokenizer
 
-from jaxdist.data.packed_rows import lengths_in_order
+from jaxdist.data.chats.marks import ids_of, learned_of
+from jaxdist.data.packed_rows import document_borders, lengths_in_order
 from jaxdist.data.progress import Pass, Progress
 from jaxdist.data.survey.duplicates import Hashes
 from jaxdist.data.tokens import CHUNK, Tokens
@@ -60,33 +61,46 @@ class TokenSample(NamedTuple):
     ids: list[int]
     pieces: list[str] | None
     """What each stands for; None without a tokenizer."""
+    learned: list[str] | None = None
+    """Of a conversation, the texts that are learned; None of other documents, and without a tokenizer."""
 
 
 def samples(tokens: Tokens, special: SpecialTokens, tokenizer: Tokenizer | None, count: int) -> Iterator[TokenSample]:
-    """Yield the beginnings of `count` documents; of three, those at the start, a third and two thirds of the stream."""
+    """Yield the beginnings of `count` documents; of three, those at the start, a third and two thirds of the stream.
+
+    Of conversations the documents are the rows to learn from.
+    """
     starts = {_next_start(tokens, special, tokens.length * part // count) for part in range(count)}
     for start in sorted(starts):
-        ids = tokens.read(start, min(start + SHOWN, tokens.length))
-        ends = _borders(ids, special)
-        ids = ids[: ends[0]] if ends.size else ids
-        if ids.size:
-            yield TokenSample(start, ids.tolist(), pieces(tokenizer, ids.tolist()) if tokenizer else None)
+        words = tokens.words(start, min(start + SHOWN, tokens.length))
+        ends = _inner_borders(words, special, tokens.marked)
+        words = words[: ends[0]] if ends.size else words
+        ids = ids_of(words).tolist() if tokens.marked else words.tolist()
+        if ids:
+            learned = _learned_texts(words, tokenizer) if tokens.marked and tokenizer else None
+            yield TokenSample(start, ids, pieces(tokenizer, ids) if tokenizer else None, learned)
+
+
+def _learned_texts(words: Int[np.ndarray, " n"], tokenizer: Tokenizer) -> list[str]:
+    """Return the texts of the tokens that are learned, one after another as they stand together."""
+    edges = np.flatnonzero(np.diff(learned_of(words), prepend=False, append=False))
+    runs = zip(edges[::2], edges[1::2], strict=True)
+    return [tokenizer.decode(ids_of(words[start:stop]).tolist(), skip_special_tokens=False) for start, stop in runs]
 
 
 def _next_start(tokens: Tokens, special: SpecialTokens, place: int) -> int:
     """Return where the first document begins after a place, or the place itself if that is far away, or unknown."""
     if place == 0:
         return 0
-    found = _borders(tokens.read(place, min(place + LOOKED_THROUGH, tokens.length)), special)
+    words = tokens.words(place, min(place + LOOKED_THROUGH, tokens.length))
+    found = _inner_borders(words, special, tokens.marked)
     found = found[place + found < tokens.length]
     return place + int(found[0]) if found.size else place
 
 
-def _borders(ids: Int[np.ndarray, " n"], special: SpecialTokens) -> Int[np.ndarray, " borders"]:
+def _inner_borders(words: Int[np.ndarray, " n"], special: SpecialTokens, marked: bool) -> Int[np.ndarray, " borders"]:
     """Return where documents begin or end in these tokens, but for their start."""
-    behind = [np.flatnonzero(ids == special.eos) + 1] if special.eos is not None else []
-    before = [np.flatnonzero(ids == special.bos)] if special.bos is not None else []
-    found = np.unique(np.concatenate([np.zeros(0, np.int64), *behind, *before]))
+    found = document_borders(words, special, marked)
     return found[found > 0]
 
 

@@ -4,7 +4,7 @@ A piece is the documents that begin in a range of about `PIECE` bytes of the fil
 small files are put together. Where the ranges begin depends on the files and on `PIECE` alone, and is written down once
 (`PLAN`), so that the pieces are the same for any number of processes and hosts, and after any kill.
 
-A file that cannot be divided (compressed, or of a form without `TextReader.places`) lies in the piece in which it
+A file that cannot be divided (compressed, or without `TextReader.places`) lies in the piece in which it
 begins. Its tokens are written in several parts, so that a kill loses no more of it than of another.
 """
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from jaxdist.data.chats.conversations import Conversations
 from jaxdist.data.compressed import text_size
 from jaxdist.data.readers import reader_by_key
 from jaxdist.data.readers.reader import Document, OnRead, unseen
@@ -68,6 +69,12 @@ class Plan:
     counted: ByteCount
     tokenizer: Checksum
     """Of the tokenizer's file, which lies beside the plan."""
+    marked: bool = False
+    """Whether the documents are conversations, whose tokens have marks (`data.chats.marks`)."""
+    contents: tuple[str, ...] = ()
+    """The SHA-256 of each file."""
+    fraction: float = 0.0
+    """The part of the documents that is held out, by their numbers, of files that are not held out whole."""
     run: str = ""
     """The run whose processes write the pieces together (`data.tokenizing.sharing`); empty for a process by itself."""
 
@@ -80,10 +87,25 @@ class Plan:
         doubled: bool,
         counted: ByteCount,
         tokenizer: Checksum,
+        contents: Sequence[str] = (),
+        fraction: float = 0.0,
     ) -> Plan:
         """Return the plan for a text that nobody has begun with, in pieces of `PIECE` bytes."""
         pieces = tuple(_cut(files, PIECE))
-        return cls(tuple(files), pieces, PIECE, dtype, special, doubled, counted, tokenizer)
+        marked = any(file.chats for file in files)
+        return cls(
+            tuple(files),
+            pieces,
+            PIECE,
+            dtype,
+            special,
+            doubled,
+            counted,
+            tokenizer,
+            marked,
+            tuple(contents),
+            fraction,
+        )
 
     def documents(self, number: int, on_read: OnRead = unseen, rows: Skipped | None = None) -> Iterator[Document]:
         """Yield the documents of a piece.
@@ -107,15 +129,37 @@ class Plan:
         """Return whether a piece lies in files that are held out whole; no piece lies in both kinds."""
         return self.files[self.pieces[number].file].held_out
 
+    def alike(self, other: Plan) -> bool:
+        """Return whether both say the same of all pieces, so that pieces of one `identity` have the same tokens."""
+        same = ("size", "dtype", "special", "doubled", "counted", "tokenizer", "marked", "fraction")
+        return bool(self.contents and other.contents) and all(
+            getattr(self, name) == getattr(other, name) for name in same
+        )
+
+    def identity(self, number: int) -> str:
+        """Return what names the text of a piece, and how it is read, wherever it lies."""
+        ranges = []
+        for place, start, stop in self._places(number):
+            file = self.files[place]
+            # Rows are not cut into blocks, whose size may be another one when a file is taken away.
+            kind = _kind(file._replace(block=0) if file.reader.keyed else file)
+            ranges.append((self.contents[place], start, stop, kind))
+        return json.dumps(ranges)
+
     def _ranges(self, number: int) -> Iterator[tuple[TextFile, int, int | None]]:
         """Yield the files of a piece, each with where it begins and ends there."""
+        for place, start, stop in self._places(number):
+            yield self.files[place], start, stop
+
+    def _places(self, number: int) -> Iterator[tuple[int, int, int | None]]:
+        """Yield the numbers of these files, with the same."""
         first = self.pieces[number]
         after = Piece(len(self.files), 0)
         if number + 1 < len(self.pieces):
             after = self.pieces[number + 1]
         for place in range(first.file, after.file + (after.start > 0)):
             start = first.start if place == first.file else 0
-            yield self.files[place], start, after.start if place == after.file else None
+            yield place, start, after.start if place == after.file else None
 
     def write(self, folder: Path) -> None:
         """Write the plan into a folder. Raises `OSError`."""
@@ -131,13 +175,14 @@ class Plan:
         """Read a plan that `write` wrote. Raises one of `WRONG_CONTENT` for anything else."""
         found: dict[str, Any] = read_json(folder / PLAN, LARGEST_LISTING, links=False)
         root = Path(found.pop("root"))
-        kinds = [(reader_by_key(key), *rest) for key, *rest in found.pop("kinds")]
+        kinds = [_read_kind(kind) for kind in found.pop("kinds")]
         bos, eos, stops = found.pop("special")
         return cls(
             files=tuple(TextFile(root / name, *kinds[kind]) for name, kind in found.pop("files")),
             pieces=tuple(Piece(int(file), int(start)) for file, start in found.pop("pieces")),
             special=SpecialTokens(bos, eos, tuple(stops)),
             tokenizer=tuple(found.pop("tokenizer")),
+            contents=tuple(found.pop("contents", ())),
             **found,
         )
 
@@ -146,9 +191,15 @@ class Plan:
         return replace(self, files=tuple(files))
 
 
-def _kind(file: TextFile) -> tuple[str, int, str, bool, bool]:
+def _kind(file: TextFile) -> tuple[str, int, str, bool, bool, Conversations | None]:
     """Return all that a plan says of a file, but for its path."""
-    return file.reader.key, file.block, file.text, file.held_out, file.skips
+    return file.reader.key, file.block, file.text, file.held_out, file.skips, file.chats
+
+
+def _read_kind(kind: list[Any]) -> tuple[Any, ...]:
+    """Return the fields of a `TextFile`, but for its path, of what JSON has kept."""
+    key, *others, chats = kind
+    return (reader_by_key(key), *others, Conversations.of_json(chats))
 
 
 def _cut(files: Iterable[TextFile], size: int) -> Iterator[Piece]:
@@ -161,9 +212,9 @@ def _cut(files: Iterable[TextFile], size: int) -> Iterator[Piece]:
             since = 0
         held_out = file.held_out
         last = 0
-        for place in file.places(size):
+        for place in file.places(max(1, size // file.reader.ratio)):
             yield Piece(number, place)
             last = place
             since = 0
         with reading(file.path):
-            since += text_size(file.path) * file.reader.ratio - last
+            since += (text_size(file.path) - last) * file.reader.ratio

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxdist.data import skipped
+from jaxdist.data.chats import counts
 from jaxdist.data.number_file import NumberFile
 from jaxdist.data.sources import is_held_out
 from jaxdist.data.tokenizing.encoder import PIECES, Part, part_name
@@ -76,6 +77,11 @@ class Shards:
     def left_out(self) -> dict[str, Any]:
         """The facts of the rows and texts that are no documents; none if there are none."""
         return skipped.facts(part.left_out for part in self._parts)
+
+    @property
+    def chats(self) -> dict[str, Any]:
+        """The facts of conversations; none of texts."""
+        return counts.facts(part.chats for part in self._parts)
 
     def finish(self) -> tuple[Written, int]:
         """Name the shards for good. Return what they hold, and the bytes of text that predicted tokens stand for."""
@@ -149,11 +155,11 @@ def _shard(kind: str, number: int) -> str:
     return f"{kind}-{number:06}.bin"
 
 
-def open_shards(folder: Path, kind: str, dtype: TokenType) -> Tokens:
+def open_shards(folder: Path, kind: str, dtype: TokenType, marked: bool = False) -> Tokens:
     """Return the tokens of all shards of a kind, in order."""
     whole = folder / f"{kind}.bin"
     paths = [whole] if whole.exists() else sorted(folder.glob(f"{kind}-*.bin"))
-    return Tokens.joined([Tokens.open(path, dtype) for path in paths])
+    return Tokens.joined([Tokens.open(path, dtype, marked=marked) for path in paths])
 
 
 def take_up(folder: Path, plan: Plan) -> None:

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from jaxdist.config import RequestError
+from jaxdist.data.packed_rows import lengths_in_order
 from jaxdist.data.progress import Pass, Progress
 from jaxdist.data.row_use import usual_uses
 from jaxdist.data.sources import Source, Sources, TextFile
-from jaxdist.data.token_cache import empty, open_cache
+from jaxdist.data.token_cache import Unfinished, empty, open_cache
+from jaxdist.data.tokenizing.adopting import adopt
 from jaxdist.data.tokenizing.encoder import PIECES, TOKENIZER, is_written
 from jaxdist.data.tokenizing.pieces import ByteCount, Plan
 from jaxdist.data.tokenizing.shards import TRAIN, VALIDATION, Shards, open_shards, take_up
@@ -70,8 +72,10 @@ def open_store(
     """
     # Taken first: the content must not change from here on.
     stamp = text.stamp()
-    content = text.digest(Pass(progress, "reading the data", text.size).read)
-    dtype = token_type(vocab)
+    contents = text.contents(Pass(progress, "reading the data", text.size).read)
+    content = text.digest(contents=contents)
+    marked = any(source.chats for source in text.all)
+    dtype: TokenType = "uint32" if marked else token_type(vocab)
     fraction = text.by_number if isinstance(text, Sources) else 0.0
 
     def fill(new: Path) -> dict[str, Any]:
@@ -86,20 +90,30 @@ def open_store(
                 made = train()
             write_whole(new / TOKENIZER, made, lasting=True)
             special = (given or kept_tokenizer(new)).special
-            plan = Plan.of(files, dtype, special, doubled, counted, checksum(new / TOKENIZER))
+            made_of = checksum(new / TOKENIZER)
+            plan = Plan.of(files, dtype, special, doubled, counted, made_of, contents, fraction)
+            (new / PIECES).mkdir()
+            adopt(new, plan)
         plan = replace(plan, run=run_that_shares())
         plan.write(new)
         (new / PIECES).mkdir(exist_ok=True)
         encoding = Pass(progress, "tokenizing", text.size)
-        facts = _tokenize(new, plan, (given or kept_tokenizer(new)).load(), fraction, encoding)
-        facts |= usual_uses(open_shards(new, TRAIN, dtype), plan.special, progress)
+        try:
+            facts = _tokenize(new, plan, (given or kept_tokenizer(new)).load(), fraction, encoding)
+        except RequestError as error:
+            if text.stamp() != stamp:
+                raise
+            # What is finished is of use when the text is mended.
+            raise Unfinished(*error.problems) from error
+        if plan.special.delimits():
+            facts |= usual_uses(lengths_in_order(open_shards(new, TRAIN, dtype, marked), plan.special, progress))
         if text.stamp() != stamp:
             raise RequestError(f"'{text.name}' changed while it was read; start again when it is complete")
         return facts
 
     folder = cache_folder() / key(content)
     facts = open_cache(folder, fill, progress)
-    train_tokens, validation = (open_shards(folder, kind, dtype) for kind in (TRAIN, VALIDATION))
+    train_tokens, validation = (open_shards(folder, kind, dtype, marked) for kind in (TRAIN, VALIDATION))
     # Earlier versions did not count it.
     validation = replace(validation, entropy=facts.get(ENTROPY))
     return Store(train_tokens, validation, given or kept_tokenizer(folder), content, facts)
@@ -149,8 +163,8 @@ def _tokenize(folder: Path, plan: Plan, tokenizer: Tokenizer, fraction: float, e
     whole = shards.advance()
     assert whole, "a piece is missing"
     written, size = shards.finish()
-    facts = {**written._asdict(), **({"bytes": size} if plan.counted else {}), **shards.left_out}
-    return {**facts, ENTROPY: open_shards(folder, VALIDATION, plan.dtype).unigram_entropy()}
+    facts = {**written._asdict(), **({"bytes": size} if plan.counted else {}), **shards.left_out, **shards.chats}
+    return {**facts, ENTROPY: open_shards(folder, VALIDATION, plan.dtype, plan.marked).count_entropy()}
 
 
 def _noted(pieces: Iterator[int], into: list[int]) -> Iterator[int]:

@@ -14,8 +14,8 @@ from jaxdist.lab import pictures
 from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.phases import calls_on_arrays, cpu_mesh
 from jaxdist.parallel.tensor import einsum, enter
-from jaxdist.planning.hlo import collectives
 from jaxdist.planning.predicted_collectives import ALL_REDUCE
+from jaxdist.programs.hlo import collectives
 from jaxdist.sharding import RULES, Layout
 
 

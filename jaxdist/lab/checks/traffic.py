@@ -16,8 +16,8 @@ from jaxdist.output.tables import table
 from jaxdist.parallel.pipeline import timeline
 from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.planning import communication
-from jaxdist.planning.hlo import Collective, collectives
 from jaxdist.planning.predicted_collectives import ALL_REDUCE
+from jaxdist.programs.hlo import Collective, collectives
 from jaxdist.training.run import Run
 
 TINY = ModelConfig(family="llama", layers=2, embed=32, heads=4, mlp=64, vocab=64, sequence=8)

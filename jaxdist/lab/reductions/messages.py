@@ -8,6 +8,7 @@ a target only one source.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -17,9 +18,9 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxdist.planning.hlo import collectives
-from jaxdist.planning.hlo_text import CALLS, NAME, Instruction, bytes_of, pairs, parse, results
 from jaxdist.planning.predicted_collectives import PERMUTE
+from jaxdist.programs.hlo import collectives
+from jaxdist.programs.hlo_text import CALLS, NAME, Instruction, bytes_of, pairs, parse, results
 
 LABEL = re.compile(r'op_name="([^"]*)"')
 
@@ -85,7 +86,7 @@ def _operands(instruction: Instruction, known: Mapping[str, object]) -> list[str
 
 def _carried(permute: Instruction) -> tuple[int, str]:
     """Return the bytes of each message of a permute, and its label."""
-    size = sum(elements * bytes_of(dtype) for dtype, elements in results(permute))
+    size = sum(math.prod(shape) * bytes_of(dtype) for dtype, shape in results(permute))
     label = LABEL.search(permute.rest)
     return size, "" if label is None else label[1]
 

@@ -22,7 +22,7 @@ from jaxdist.lab.slow_networks.replicas import Trained, compiled, on_replicas
 from jaxdist.mesh import REPLICA
 from jaxdist.parallel.crossing.codes import Compression, compression
 from jaxdist.parallel.region import vary
-from jaxdist.planning.hlo import Collective
+from jaxdist.programs.hlo import Collective
 
 
 def asked_for(rule: str, density: float = 0.01) -> Compression | None:

@@ -20,7 +20,7 @@ from jaxdist.lab.slow_networks import byte_model
 from jaxdist.lab.slow_networks.byte_model import Rows, Vector
 from jaxdist.mesh import REPLICA
 from jaxdist.parallel.region import vary
-from jaxdist.planning.hlo import Collective, collectives
+from jaxdist.programs.hlo import Collective, collectives
 from jaxdist.sharding import Layout
 
 Rule = Callable[[Vector, Vector, Vector, float], Vector]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jaxdist.lab.slow_networks.replicas import on_replicas
 from jaxdist.mesh import REPLICA
 from jaxdist.parallel.region import vary
-from jaxdist.planning.hlo import Collective
+from jaxdist.programs.hlo import Collective
 
 Tensor = Float[Array, " n"]
 

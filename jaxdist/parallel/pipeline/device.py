@@ -33,8 +33,8 @@ class Program:
     """A layer of each kind in a period.
 
     Aux are sums over tokens, which the pipeline adds up over micro-batches, and over devices."""
-    loss: Callable[[Tree, Float[Array, "..."], Tree], Float[Array, ""]]
-    """(tops, residual stream, part) -> summed loss."""
+    loss: Callable[[Tree, Float[Array, "..."], Tree], tuple[Float[Array, ""], Tree]]
+    """(tops, residual stream, part) -> (summed loss, further sums)."""
 
 
 class Device:
@@ -76,7 +76,7 @@ class Device:
         """Return `run(*state)` on ranks where it is `on`, else `state`: each rank takes its own branch.
 
         Inside, a collective may wait only for devices of the same rank, which take the same branch: its groups lie
-        within one rank, and it is no permutation, for which all devices meet (`planning.branch_check` checks that on
+        within one rank, and it is no permutation, for which all devices meet (`programs.branch_check` checks that on
         the compiled program). Only what changes should go through the branch.
         """
         assert region.varying(on) == {PIPELINE}

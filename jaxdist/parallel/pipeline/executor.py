@@ -85,8 +85,8 @@ class Executor:
                 "recomputing the whole stage would undo; ask for remat block, dots or none, or for another schedule"
             )
 
-    def gradients(self, weights: Params, batch: Tree) -> tuple[Float[Array, ""], Params, Tree]:
-        """Return (summed loss, its gradient in f32, aux) of a `batch` [M, B, ...].
+    def gradients(self, weights: Params, batch: Tree) -> tuple[tuple[Float[Array, ""], Tree], Params, Tree]:
+        """Return ((summed loss, further sums), its gradient in f32, aux) of a `batch` [M, B, ...].
 
         Gradient and aux lie as `Placement.reduced` says.
         """
@@ -95,18 +95,21 @@ class Executor:
         specs = P(), *jax.tree.map(lambda p: p.reduced, places)
         return self.in_region(run, specs)(*self.arguments(weights, batch))
 
-    def loss(self, weights: Params, batch: Tree) -> Float[Array, ""]:
-        """Return the summed loss alone: F and head of the same table."""
+    def loss(self, weights: Params, batch: Tree) -> tuple[Float[Array, ""], Tree]:
+        """Return (the summed loss, further sums) alone: F and head of the same table."""
 
-        def run(rows: Columns, weights: Params, batch: Tree) -> Float[Array, ""]:
-            return region.add_up(self._run(False, rows, weights, batch), self.layout.tokens_over)
+        def run(rows: Columns, weights: Params, batch: Tree) -> tuple[Float[Array, ""], Tree]:
+            return _of_all(self.layout, self._run(False, rows, weights, batch))
 
         return self.in_region(run, P())(*self.arguments(weights, batch))
 
     def output(self, weights: Params, batch: Tree, spec: P) -> Float[Array, "..."]:
-        """Return what `program.loss` makes of the only micro-batch, where that is an array that lies as `spec` says."""
-        assert self.table.schedule.micro_batches == 1
-        return self.in_region(partial(self._run, False), spec)(*self.arguments(weights, batch))
+        """Return the sum of what `program.loss` makes of the micro-batches, arrays that lie as `spec` says."""
+
+        def run(rows: Columns, weights: Params, batch: Tree) -> Float[Array, "..."]:
+            return self._run(False, rows, weights, batch)[0]
+
+        return self.in_region(run, spec)(*self.arguments(weights, batch))
 
     def in_region(self, run: Callable[[Columns, Params, Tree], Tree], out_specs: Tree) -> Callable[..., Any]:
         """Return a function of `arguments` that calls `run(rows, weights, batch)` on every device."""
@@ -188,7 +191,7 @@ class Region(Device):
         def ring(name: str) -> jax.Array:
             return region.zeros_like(x, (depths[name],))
 
-        def loss_of_zeros() -> jax.Array:
+        def loss_of_zeros() -> tuple[jax.Array, Tree]:
             last = region.add_up(region.zeros_like(x), (PIPELINE,))
             return self.program.loss(self.tops, last, self.part(jnp.zeros((), jnp.int32)))
 
@@ -200,8 +203,9 @@ class Region(Device):
                 differentiated(places, weights),
             )
 
-        loss = jax.eval_shape(loss_of_zeros)
-        loss = region.zeros(loss.shape, loss.dtype, loss.manual_axis_type.varying)
+        # Sums begin with zeros; all else is written before it is read, whatever `zeros_like` has put there.
+        shapes = jax.eval_shape(loss_of_zeros)
+        loss = jax.tree.map(lambda a: region.zeros(a.shape, a.dtype, a.manual_axis_type.varying), shapes)
         carry: Carry = dict(acts=ring("acts"), sent=region.zeros_like(x), loss=loss)
         if not self.differentiates:
             return carry
@@ -232,7 +236,7 @@ class Region(Device):
             if "H" in slots:
                 carry = self.head(carry, row, y, always_head)
             carry |= {"sent": lax.ppermute(y, PIPELINE, self.onward)}
-            before = self.awaited(y, carry["loss"])
+            before = self.awaited(y, carry["loss"][0])
         if "B" in slots:
             carry, dx = self.backward(carry, row, before)
             carry, done = self.unembed(carry, row, dx)
@@ -290,18 +294,22 @@ class Region(Device):
         Its gradient goes to the last rank's `cots`.
         """
 
-        def loss_of(tops: Params, x: jax.Array) -> jax.Array:
+        def loss_of(tops: Params, x: jax.Array) -> tuple[jax.Array, Tree]:
             return self.program.loss(joined(self.tops, tops), x, self.part(row.head.micro))
 
         def run(sums: Carry) -> Carry:
             # Only one rank has run the last chunk: the sum brings its output to all ranks.
             last = region.add_up(jnp.where(row.F.last, y, jnp.zeros((), y.dtype)), (PIPELINE,))
             if not self.differentiates:
-                return sums | {"loss": sums["loss"] + loss_of({}, last)}
-            loss, vjp = jax.vjp(loss_of, self.learning_tops, last)
+                return sums | {"loss": _add(sums["loss"], loss_of({}, last))}
+            loss, vjp, further = jax.vjp(loss_of, self.learning_tops, last, has_aux=True)
             tops, dy = vjp(region.vary(jnp.ones_like(loss), region.varying(loss)))
             cots = put(sums["cots"], region.vary(dy, self.stream), row.F.cot)
-            return {"loss": sums["loss"] + loss, "tops": _add(sums["tops"], tops), "cots": cots}
+            return {
+                "loss": _add(sums["loss"], (loss, further)),
+                "tops": _add(sums["tops"], tops),
+                "cots": cots,
+            }
 
         names = ("loss", "tops", "cots") if self.differentiates else ("loss",)
         return carry | self._shared(row.head.on, always, run, {name: carry[name] for name in names})
@@ -393,13 +401,13 @@ class Region(Device):
             return lax.cond(on, run, lambda state: state, state)
 
     def end(self, carry: Carry) -> Tree:
-        """Return the loss, or the loss, gradients and aux, with what is left to reduce once per step.
+        """Return the loss and further sums, or these, gradients and aux, with what is left to reduce once per step.
 
         Sums over the replicas stay partial: `zero.cross` adds them up.
         """
         if not self.differentiates:
             return carry["loss"]
-        loss = region.add_up(carry["loss"], self.layout.tokens_over)
+        loss = _of_all(self.layout, carry["loss"])
         blocks = jax.tree.map(lambda g: g[:, None], carry["blocks"])
         if self.stage < 2:  # from stage 2 on, B has reduced them
             blocks = _reduced(part_of(self.block_places, blocks), blocks)
@@ -424,6 +432,11 @@ class Region(Device):
 
 def _add(sums: Tree, values: Tree) -> Tree:
     return jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, values)
+
+
+def _of_all(layout: Layout, sums: Tree) -> Tree:
+    """Return sums of all devices from each one's own parts."""
+    return jax.tree.map(lambda a: region.add_up(a, layout.tokens_over), sums)
 
 
 def _reduced(places: Tree, grads: Tree) -> Tree:

@@ -20,7 +20,7 @@ import numpy as np
 from jax import P
 from jaxtyping import Array, Bool, Int
 
-from jaxdist.config.stacks import forms_of
+from jaxdist.config.stacks import why_no_stages
 from jaxdist.mesh import PIPELINE
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted
@@ -79,7 +79,8 @@ class Stages:
         first = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
         last = first + np.asarray(self.sizes) - 1
         index = np.minimum(first[:, None] + np.arange(self.depth), last[:, None])
-        return index.reshape(self.virtual, self.ranks, self.depth)
+        # JAX keeps what it makes of a NumPy array: int32 is the same with and without x64, and int64 is not.
+        return index.reshape(self.virtual, self.ranks, self.depth).astype(np.int32)
 
     @cached_property
     def valid(self) -> Bool[np.ndarray, "v S depth"]:
@@ -160,11 +161,8 @@ def stages_of(asked: Split) -> Stages | None:
     if not asked.pipelined:
         return None
     config = asked.config
-    if forms := forms_of(config.model):
-        raise ValueError(
-            f"the layers of {config.model.family} are {forms}, with different parameters, and stages of a "
-            f"pipeline have layers of one form; set {PIPELINE} to 1"
-        )
+    if problem := why_no_stages(config.model):
+        raise ValueError(problem)
     return Stages.cut(config.model.layers, asked.size(PIPELINE), config.pipeline.virtual, len(config.model.kinds))
 
 

@@ -12,7 +12,7 @@ from jaxdist.planning.clusters import Cluster, one_site
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate, label
-from jaxdist.planning.search.screen import Screen
+from jaxdist.planning.search.screen import screen_of
 
 PREDICTED = 8
 """Candidates that are predicted exactly: those that need the least memory in the rough estimate."""
@@ -33,7 +33,7 @@ def fits(config: Config, devices: int, where: Cluster) -> bool:
         return False
     model = build_decoder(config.model)
     columns = candidates(config, shapes)
-    rough = Screen(config, model, where, columns).memory()
+    rough = screen_of(config, model, where, columns).memory()
     rows = np.argsort(rough, kind="stable")[:PREDICTED]
     for row in rows[rough[rows] <= FAR * where.memory]:
         if estimate(candidate_config(config, row_of(columns, int(row))), model, where).fits:

@@ -91,7 +91,7 @@ def meshes(config: Config, devices: int) -> list[MeshShape]:
         if devices % (model * pipeline * context):
             continue
         ranks = devices // (model * pipeline * context)
-        if config.train.global_batch_size % ranks:
+        if config.train.global_batch_size % (ranks * config.train.rows_together):
             continue
         for expert in expert_sizes(config, ranks):
             beside = ranks // expert
@@ -215,7 +215,8 @@ def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
     unsharded = True if crossing.asked(config).name else np.isin(c[REPLICA], (1, sites))
     zero = np.where(c["zero"] > 0, devices_along(c, ZERO_AXES) > 1, unsharded)
     outside = np.where(c["outside"] == 1, (c["zero"] >= 2) & (c["micro"] > 1) & ~staged, True)
-    batch = config.train.global_batch_size % (devices_along(c, BATCH_AXES) * c["micro"]) == 0
+    parts = devices_along(c, BATCH_AXES) * c["micro"]
+    batch = config.train.global_batch_size % (config.train.rows_together * parts) == 0
     layers = config.model.periods >= c[PIPELINE] * c["virtual"]
 
     # Without a pipeline, `stage` is the same as `block`.

@@ -1,13 +1,12 @@
 """Predict the time and the memory of a training step on a cluster, from the configuration alone.
 
-The time of a step is the sum of its arithmetic, the communication that nothing overlaps, and the optimizer's update:
+`step_time` adds up the seconds of a step from these parts:
 
-    arithmetic    matmuls with weights, in whole waves of tiles (`products`), and attention at its own rate; what other
-                  operations read and write, and what a split backward pass hands on, at the rate of the memory; layers
-                  run k times, or in a pipeline as often as the ticks of its schedule
+    arithmetic    kernels of layers (`layer_time`), which run k times, or in a pipeline as often as the ticks of its
+                  schedule, and the output table
     waiting       ticks in which a rank has nothing to do, and the padding of uneven stages
     context       attention over `context`: what the work on keys that are there does not hide of a ring, and all of
-                  what Ulysses exchanges (`attention_time`)
+                  what Ulysses exchanges (`ring_time`)
     expert        all-to-alls over `expert`: the experts wait for their rows, and the next layer for theirs
     model         collectives over `model`: each layer needs their results before it goes on
     pipeline      messages between stages
@@ -15,23 +14,23 @@ The time of a step is the sum of its arithmetic, the communication that nothing 
                   3), and with nothing where they are sent once per step (0 and 1, and over the replicas always, but
                   for delayed gradients); of H local steps, each pays a part of the outer step
     optimizer     reads and writes parameters, moments and gradients once
+    other         what every step takes, and what many devices wait for the slowest
 
 `communication` predicts the bytes and calls of each transfer, and `explain` compares them with the compiled program;
 `collective_time` predicts the seconds. How many rows experts compute depends on the router: `expert_rows` says what is
-assumed of it. Not included: kernel launches, the input, other jobs on the network, and the
-arithmetic of gradient compression and of outer steps, and the sort of the tokens by expert.
+assumed of it. Not included: other jobs on the network, the arithmetic of gradient compression and of outer steps, and
+the sort of the tokens by expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 
-from jaxdist.config import Config, ModelConfig
+from jaxdist.config import Config
 from jaxdist.mesh import (
     AXES,
     CONTEXT,
@@ -45,45 +44,41 @@ from jaxdist.mesh import (
     parse_mesh,
 )
 from jaxdist.mesh.context import Choice
-from jaxdist.mesh.split import Split, compute_width
+from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.output.units import counted
-from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
-from jaxdist.planning import communication, expert_rows, memory, step_bytes
-from jaxdist.planning.activations import saved_per_token, stashed_per_token
-from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.collective_time import Numbers
+from jaxdist.parallel.pipeline.simulate import lockstep_time
+from jaxdist.planning import certainty, communication, exposure, memory, step_bytes, step_time
+from jaxdist.planning.clusters import Cluster, calibrated
+from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.communication import purpose
 from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.layer_time import head_seconds, runs_by_matmuls, times_of_layer
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.predicted_collectives import F32, Transfer
 from jaxdist.planning.runs import Step
-from jaxdist.planning.search.attention_time import ATTENTION_BACKWARD, attention_seconds, runs_by_matmuls
-from jaxdist.planning.search.products import layer_products, matmul_rate
+from jaxdist.planning.search.traffic_time import BETWEEN_SITES, ONCE
 from jaxdist.planning.search.traffic_time import communication as communication_seconds
 from jaxdist.planning.sharded_model import ShardedModel
-from jaxdist.planning.timing import flops_per_token
-from jaxdist.planning.transfer_time import exposed, merge_calls, seconds
+from jaxdist.planning.timing import flops_of_step
+from jaxdist.planning.transfer_time import merge_calls, seconds_in
 from jaxdist.sharding import Layout
 
-PASSES = 2
-"""Each value that a layer saves is written and read once in the forward pass, and its gradient once in the backward
-pass."""
-
 FORMULAS = {
-    "arithmetic": "micro-batches x (F + B + recomputed + head); F = layers x (2 tokens x (matrices, in whole waves of "
-    "tiles, + 2 x keys seen x heads x head size / 0.65) / (model axis x matmul x peak) + 2 x saved bytes / memory "
-    "bandwidth); a split backward pass adds 2 x stashed bytes / memory bandwidth",
+    "arithmetic": "micro-batches x (F + B + recomputed + head); F = layers x (2 tokens x matrices / model axis x "
+    "(1 + few / tokens + narrow x model axis / embed) / rate of matmuls + attention / its rate + values x tokens x "
+    "embed / memory bandwidth); a split backward pass adds 2 x stashed bytes / memory bandwidth",
     "waiting": "ticks of the schedule x their slots, less the arithmetic; includes the padding of uneven stages",
     CONTEXT: "of a ring's step, max(0, t - its attention) + (overlap - 1) x min(t, its attention) for messages of t, "
     "and the last gradients of keys and values; with Ulysses every all-to-all: nothing overlaps them",
     EXPERT: "all-to-alls of the rows of experts, in the first round and in those that are assumed to follow: nothing "
     "overlaps them",
-    MODEL: "every collective of the residual stream over the model axis: nothing overlaps them",
+    MODEL: "exposed share x every collective of the residual stream over the model axis",
     PIPELINE: "messages between stages, and collectives of the vocabulary that all stages share",
-    DATA: "all of what is sent once per step; of t sent layer by layer, max(0, t - arithmetic) + (overlap - 1) x "
-    "min(t, arithmetic)",
-    "optimizer": "(2 x (parameters + moments) + gradients + copy) / memory bandwidth",
+    DATA: "all of what is sent once per step; of t sent layer by layer, max(0, t - h) + (overlap - 1) x min(t, h), "
+    "where h is the share of the arithmetic that hides it; both at the share of the bandwidth that real steps reach",
+    "optimizer": "share x (2 x (parameters + moments) + gradients + copy) / memory bandwidth",
+    "other": "seconds of each step, and a share of the rest for each doubling of the devices from 8 on",
 }
 """How the seconds of each part of a step are computed."""
 
@@ -93,8 +88,8 @@ EXPERT_FORMULA = (
 """What experts add to the formula of `arithmetic`."""
 
 MASKED_FORMULA = (
-    "; attention by matmuls, because cuDNN knows no such mask: at their rate, with 16 bytes of each score at the rate "
-    "of the memory"
+    "; attention by matmuls, because cuDNN knows no such mask or sizes of heads: at their rate, and its scores at the "
+    "rate of the memory"
 )
 """What documents, and a window in a ring, add to the formula of `arithmetic` on GPUs."""
 
@@ -132,26 +127,67 @@ class Estimate:
         return communication.compression_that_costs(self.sharded)
 
     @cached_property
-    def parts(self) -> Mapping[str, float]:
-        """The seconds of a step by part, as listed at the top of this file."""
+    def sending(self) -> Step:
+        """How often its parts run, and what they send."""
+        return Step.of(self.sharded)
+
+    @cached_property
+    def step(self) -> step_time.Step:
+        """The seconds that its kernels and transfers take, before they are added up."""
         cluster = self.cluster
-        step = Step.of(self.sharded)
-        work, lockstep = _arithmetic(step, cluster)
-        found = communication_seconds(step, self.transfers, self.split.shape, cluster)
-        exposed_seconds = found.exposed
+        work, lockstep = _arithmetic(self.sending, cluster)
+        found = communication_seconds(self.sending, self.transfers, self.split.shape, cluster)
         for transfer in merge_calls(self.outer):
-            exposed_seconds[DATA] += seconds(transfer, self.split.shape, cluster) / self.split.crossing_traits.every
-        exposed_seconds[DATA] += exposed(found.overlapping, lockstep, cluster)
+            group = group_over(self.split.shape, transfer.axes, cluster)
+            name = BETWEEN_SITES if group.sites > 1 else ONCE
+            found.seconds[name] += seconds_in(group, transfer) / self.split.crossing_traits.every
         learned = self.memory.parameters
         if self.config.model.frozen:
             learned = sum(F32 * p.held for p in self.sharded.parameters if p.trained)
         updated = step_bytes.updated(learned, self.memory.optimizer) + self.memory.copy
-        return {
-            "arithmetic": work,
-            "waiting": lockstep - work,
-            **{part: float(took) for part, took in exposed_seconds.items()},
-            "optimizer": float(updated / cluster.bandwidth),
-        }
+        return found.step(
+            arithmetic=work,
+            waiting=lockstep - work,
+            updated=updated / cluster.bandwidth,
+            devices=self.devices,
+        )
+
+    def seconds_on(self, cluster: Cluster) -> float:
+        """Return the seconds of a step on a cluster that differs in its efficiency alone."""
+        work, lockstep = _arithmetic(self.sending, cluster)
+        step = replace(self.step, arithmetic=work, waiting=lockstep - work)
+        rates = exposure.rates_in(cluster, self.memory.total)
+        return float(sum(step_time.parts(step, rates, cluster.overlap - 1).values()))
+
+    def at(self, price: str) -> dict[str, float]:
+        """Return the seconds of a step by part, at one of `step_time.PRICES`."""
+        rates = exposure.rates_in(self.cluster, self.memory.total)
+        found = step_time.parts(self.step, rates, self.cluster.overlap - 1, price)
+        return {part: float(took) for part, took in found.items()}
+
+    @cached_property
+    def parts(self) -> Mapping[str, float]:
+        """The seconds of a step by part, at the middle price."""
+        return self.at(step_time.MIDDLE)
+
+    @cached_property
+    def pessimistic(self) -> float:
+        """The seconds of a step if weights cross hosts as slowly as they did in print: plans are chosen by it."""
+        return sum(self.at(step_time.PESSIMISTIC).values())
+
+    @cached_property
+    def kind(self) -> str:
+        """The kind of step, among those of published ones (`certainty`)."""
+        shape = self.shape
+        by_layer = self.config.parallel.zero >= 2 and shape[DATA] * shape[CONTEXT] * shape[EXPERT] > 1
+        leaves_host = bool(np.any(self.step.by_layer_one_card > self.step.by_layer))
+        return certainty.kind_of(by_layer, leaves_host, self.split.pipelined, shape[MODEL] > 1)
+
+    @cached_property
+    def interval(self) -> certainty.Interval:
+        """The seconds between which a step lies, as far as published ones of its kind say."""
+        found = certainty.interval(self.kind, self.seconds)
+        return found._replace(high=max(found.high, self.pessimistic))
 
     @property
     def config(self) -> Config:
@@ -186,7 +222,7 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: recomputation is not counted (PaLM, appendix B)."""
-        flops = flops_per_token(self.config.model) * self.tokens_per_second
+        flops = flops_of_step(self.config) * self.tokens_per_second
         return flops / (self.devices * self.cluster.peak)
 
     @property
@@ -242,6 +278,15 @@ def label(candidate: Estimate) -> str:
     return ", ".join(words)
 
 
+def took_about(candidate: Estimate) -> str:
+    """Return the predicted time of a step, and its interval; `~` marks a cluster without measurements."""
+    seconds = f"{candidate.seconds:.3g} s"
+    if not calibrated(candidate.cluster):
+        return f"~{seconds}"
+    low, high = candidate.interval
+    return f"{seconds}, {low:.3g} to {high:.3g}"
+
+
 def estimate(config: Config, model: Model, cluster: Cluster) -> Estimate:
     """Predict a step of `config` on `cluster`.
 
@@ -260,101 +305,6 @@ def layout_of(split: Split, cluster: Cluster) -> Layout:
     return Layout.of(split, abstract_mesh(split.shape), Device(cluster))
 
 
-Number = TypeVar("Number", float, np.ndarray)
-
-
-def head_flops(m: ModelConfig, tokens: Number) -> Number:
-    """Return the FLOPs of the matmul with the output table: forward, and backward for its operands that are trained."""
-    passes = 2 if m.frozen else 3
-    return passes * 2 * tokens * m.vocab * m.embed
-
-
-def router_seconds(config: Config, cluster: Cluster, tokens: Numbers) -> Numbers:
-    """Return the seconds of a router's matmul: of the forward pass, and of a half of the backward pass.
-
-    It is in f32 in any precision, which the matrix units of a GPU do not compute.
-    """
-    sizes = config.model
-    if not sizes.traits.routed:
-        return 0.0
-    rate = matmul_rate(config, cluster)
-    if cluster.gpu in GPUS:
-        rate = GPUS[cluster.gpu].peak_f32 * cluster.matmul
-    return 2 * tokens * sizes.embed * sizes.experts / rate
-
-
-def moved_by_dispatch(m: ModelConfig, tokens: Numbers, parts: Numbers, expert_parts: Numbers) -> Numbers:
-    """Return the values that a pass writes to send rows to their experts and back, and to weight what these compute.
-
-    Rows are lined up for their experts and come back, and an exchange over several devices writes them once more.
-    """
-    if not m.traits.routed:
-        return 0.0
-    rows = m.experts * expert_rows.rows_of_queue(m, tokens)
-    exchanged = 2 * m.embed * np.where(np.asarray(expert_parts) > 1, 2, 1)
-    return rows * (exchanged + m.expert_size / parts)
-
-
-def layer_times(
-    config: Config,
-    cluster: Cluster,
-    tokens: Numbers,
-    parts: Numbers,
-    saved: Numbers,
-    stashed: Numbers,
-    recomputes_attention: Numbers,
-    recomputes_all: Numbers,
-    expert_parts: Numbers = 1,
-    ring: Numbers = False,
-) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the seconds of F, I and W for one layer and the `tokens` of a micro-batch on one of `parts` devices.
-
-    Experts are spread over `expert_parts` devices; `ring` is that of `attention_seconds`. `saved` values for each token
-    go through the memory in each pass; a split backward pass leaves `stashed` values for W, otherwise 0. Arguments
-    broadcast.
-    """
-    sizes = config.model
-    rate = matmul_rate(config, cluster)
-    seconds_per_value = compute_width(config) * tokens / cluster.bandwidth
-    dispatched = moved_by_dispatch(sizes, tokens, parts, expert_parts) * compute_width(config) / cluster.bandwidth
-    kept = PASSES * saved * seconds_per_value
-    moved = kept + PASSES * dispatched
-    router = router_seconds(config, cluster, tokens)
-    of_products = layer_products(sizes, tokens, parts, cluster.gpu, expert_parts)
-    products, inputs, weights = (flops / rate for flops in of_products)
-    products = products + router
-    inputs = inputs + router
-    # A frozen router and frozen experts have no gradients.
-    if sizes.frozen:
-        weights = weights + kept
-    else:
-        weights = weights + router + moved
-    attention = attention_seconds(config, cluster, tokens, parts, ring)
-    forward = products + attention + moved
-    recomputed = np.where(recomputes_all, forward, np.where(recomputes_attention, attention + moved, 0.0))
-    # B writes what W reads.
-    stash = stashed * seconds_per_value
-    return forward, inputs + ATTENTION_BACKWARD * attention + moved + recomputed + stash, weights + stash
-
-
-def times_of_layer(config: Config, layout: Layout, tokens: float, cluster: Cluster, split: bool = False) -> Times:
-    """Return the seconds of F, I and W for one layer and the `tokens` of a micro-batch on one device.
-
-    In a `split` backward pass, B also writes what W reads.
-    """
-    sizes = config.model
-    saved = saved_per_token(sizes, layout, "none")
-    stashed = stashed_per_token(sizes, layout) if split else 0
-    attention = sizes.remat == "dots"
-    everything = sizes.remat not in ("none", "dots")
-    parts = layout.parts("heads")
-    expert_parts = layout.parts("experts")
-    units = layer_times(
-        config, cluster, tokens, parts, saved, stashed, attention, everything, expert_parts, layout.zigzag
-    )
-    return Times(*map(float, units))
-
-
 def _arithmetic(step: Step, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of one device's arithmetic in a step, and those until all devices have done theirs."""
     config = step.config
@@ -362,12 +312,12 @@ def _arithmetic(step: Step, cluster: Cluster) -> tuple[float, float]:
     sizes = config.model
     pipe = step.pipe
     k = step.split.micro_batches
-    head = head_flops(sizes, step.tokens) / layout.parts("vocab") / matmul_rate(config, cluster)
+    head = float(head_seconds(config, cluster, step.tokens, layout.parts("vocab")))
     if pipe is None:
         layers = 0.0
         for one in step.stacks:
             times = times_of_layer(one.config, layout, step.tokens, cluster).times(one.config.model.layers)
-            layers += times.F + times.B
+            layers += times.F + times.B + config.refers_in_step * times.F
         work = k * (layers + head)
         return work, work
     # Work is that of evenly split layers; the schedule runs stages with their padding.
@@ -375,7 +325,10 @@ def _arithmetic(step: Step, cluster: Cluster) -> tuple[float, float]:
     even = times.times(sizes.layers / pipe.stages.ranks)
     padded = times.times(pipe.stages.depth * pipe.stages.virtual)
     lockstep = lockstep_time(pipe.schedule, padded) + pipe.ticks("H") * head
-    return k * (even.F + even.B + head), lockstep
+    if config.refers_in_step:
+        # Its pass runs the ticks of F, each of one chunk.
+        lockstep += pipe.ticks("F") * padded.F / pipe.stages.virtual
+    return k * (even.F + even.B + config.refers_in_step * even.F + head), lockstep
 
 
 @dataclass(frozen=True)

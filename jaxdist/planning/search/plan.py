@@ -9,21 +9,21 @@ from functools import cached_property
 import numpy as np
 
 from jaxdist.config import FAMILIES, Config, RequestError
-from jaxdist.config.stacks import forms_of
-from jaxdist.mesh import FAST, MODEL, PIPELINE, REPLICA, crossing, describe
+from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, crossing, describe
 from jaxdist.models import Model, build_decoder
+from jaxdist.planning.certainty import tie
 from jaxdist.planning.clusters import Cluster, check_sites
 from jaxdist.planning.search import advice
-from jaxdist.planning.search.candidates import REMATS, Columns, candidate_config, candidates, meshes, row_of
+from jaxdist.planning.search.candidates import Columns, candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate
-from jaxdist.planning.search.screen import Screen, best
-from jaxdist.planning.transfer_time import misplaced
-
-TIE = 0.05
-"""Times that differ by less count as equal: the model of time is no better than that."""
+from jaxdist.planning.search.risk import risk
+from jaxdist.planning.search.screen import best, screen_of
 
 BLOCK = 64
 """Candidates that are predicted exactly before the search looks again whether enough of them fit."""
+
+VARIED = 32
+"""Candidates of different meshes, ZeRO stages and recomputation that are predicted exactly in any case."""
 
 ENOUGH_FIT = 12
 """Candidates that fit, after which no more are predicted."""
@@ -33,10 +33,6 @@ MOST_PREDICTED = 512
 
 ROOM = 1.1
 """The rough memory over that of a device, up to which a candidate may still be predicted exactly."""
-
-ZERO_ORDER = (0, 2, 1, 3)
-"""ZeRO's stages, simplest first: with micro-batches inside the layers, stage 2 moves no more than stages 0 and 1, and
-holds less than stage 1."""
 
 MOST_ROWS = 2**18
 """Rows of a global batch at most: the tables of pipelines grow with the micro-batches, and take 10 seconds here."""
@@ -70,27 +66,27 @@ class Plan:
 
     @cached_property
     def ranked(self) -> list[Estimate]:
-        """The candidates that fit: ties for the fastest by simplicity, then the others by time.
+        """The candidates that fit: ties for the fastest by their risk, then the others by time.
 
-        Each mesh and ZeRO stage appears once.
+        Each mesh and ZeRO stage appears once, whatever part of its data ranks are replicas.
         """
         tied = [candidate for candidate in self.fitting if self.tied(candidate)]
         others = [candidate for candidate in self.fitting if not self.tied(candidate)]
-        return _first_of_each_kind([*sorted(tied, key=complexity), *others])
+        return _first_of_each_kind([*sorted(tied, key=risk), *others])
 
     @cached_property
     def fitting(self) -> list[Estimate]:
-        """The predicted candidates that fit, fastest first."""
+        """The predicted candidates that fit, fastest first at the pessimistic price."""
         fitting = (candidate for candidate in self.looked_at if candidate.fits)
-        return sorted(fitting, key=lambda candidate: candidate.seconds)
+        return sorted(fitting, key=lambda candidate: candidate.pessimistic)
 
     def slower(self, candidate: Estimate) -> float:
-        """Return the time of a candidate over that of the fastest."""
-        return candidate.seconds / self.fitting[0].seconds
+        """Return the time of a candidate over that of the fastest, both at the pessimistic price."""
+        return candidate.pessimistic / self.fitting[0].pessimistic
 
     def tied(self, candidate: Estimate) -> bool:
-        """Return whether a candidate is as fast as the fastest, within what the model can distinguish."""
-        return self.slower(candidate) <= 1 + TIE
+        """Return whether a candidate is as fast as the fastest, within what predictions can tell apart."""
+        return self.slower(candidate) <= 1 + tie(candidate.kind, self.fitting[0].kind)
 
     @property
     def rejected(self) -> Counter[str]:
@@ -116,11 +112,11 @@ def search(config: Config, devices: int, cluster: Cluster) -> Plan:
     if not shapes:
         raise RequestError(advice.no_mesh(config, devices, cluster))
     columns = candidates(config, shapes, cluster.sites(devices))
-    screen = Screen(config, model, cluster, columns)
+    screen = screen_of(config, model, cluster, columns)
     memory = screen.memory()
     may_fit = np.flatnonzero(memory <= ROOM * cluster.memory)
     seconds = np.full(len(memory), np.inf)
-    seconds[may_fit] = screen.of(may_fit).seconds()
+    seconds[may_fit] = screen.of(may_fit).seconds(needed=memory[may_fit])
     plan = Plan(config, devices, cluster, model, columns, memory, seconds)
     plan = replace(plan, looked_at=tuple(_predict_best(plan)))
     if not plan.ranked:
@@ -139,11 +135,6 @@ def check_covered(config: Config) -> None:
         raise RequestError(
             f"plan knows models of text, and model.family is {config.model.family}; use one of {decoders}"
         )
-    if forms := forms_of(config.model):
-        raise RequestError(
-            f"plan knows layers of one form, and those of model.family {config.model.family} are {forms}; name a mesh, "
-            f"and --dry-run predicts it"
-        )
     rows = config.train.global_batch_size
     if rows > MOST_ROWS:
         raise RequestError(f"plan takes {MOST_ROWS:,} rows per step at most; lower train.global_batch_size {rows:,}")
@@ -152,14 +143,34 @@ def check_covered(config: Config) -> None:
         raise RequestError(f"plan splits tensors by the default rules, but {', '.join(other)} is set; leave it out")
 
 
+def _varied(plan: Plan, order: list[int]) -> list[int]:
+    """Return the candidates of these that differ most: the fastest of each mesh, ZeRO stage and recomputation.
+
+    Beside the fastest of all, the choice is made among them.
+    """
+    columns = plan.columns
+    names = (EXPERT, CONTEXT, MODEL, PIPELINE, "zero", "remat")
+    # Where the loss depends on replicas, those without any are other plans.
+    changing = bool(crossing.asked(plan.config).name)
+    first: dict[tuple[int, ...], int] = {}
+    for row in order:
+        kind = tuple(int(columns[name][row]) for name in names)
+        first.setdefault((*kind, int(changing and columns[REPLICA][row] > 1)), row)
+    return list(first.values())[:VARIED]
+
+
 def _predict_best(plan: Plan) -> list[Estimate]:
     """Predict the fastest candidates of the rough estimate until enough fit; if none does, the smallest ones too."""
     found: list[Estimate] = []
     order = best(plan.rough_seconds, MOST_PREDICTED)
+    predicted = 0
     for start in range(0, len(order), BLOCK):
         found += [plan.predicted(row) for row in order[start : start + BLOCK]]
+        predicted = start + BLOCK
         if sum(candidate.fits for candidate in found) >= ENOUGH_FIT:
             break
+    looked_at = set(order[:predicted])
+    found += [plan.predicted(row) for row in _varied(plan, order) if row not in looked_at]
     if not any(candidate.fits for candidate in found):
         # The rough estimate may be wrong about the smallest ones; the error message also needs them.
         smallest = np.argsort(plan.rough_memory, kind="stable")[:BLOCK]
@@ -167,34 +178,15 @@ def _predict_best(plan: Plan) -> list[Estimate]:
     return found
 
 
-def complexity(candidate: Estimate) -> tuple[int, ...]:
-    """Return a sort key, simplest first in the order of the lecture.
-
-    Data parallelism comes before ZeRO 2, then expert, context and tensor parallelism, then a pipeline. A
-    mesh that crosses sites by `replica` alone comes before all others, and only the loss of one device comes before
-    that. Where replicas change the loss, fewer of them come first.
-    """
-    config = candidate.config
-    shape = candidate.shape
-    staged = shape[PIPELINE] > 1
-    changing = shape[REPLICA] if crossing.in_force(config, shape) else 0
-    return (
-        changing,
-        len(misplaced(shape, candidate.cluster)),
-        int(staged),
-        *(int(shape[axis] > 1) for axis in reversed(FAST)),
-        int(shape[REPLICA] > 1),
-        ZERO_ORDER.index(config.parallel.zero),
-        REMATS.index(config.model.remat),
-        int(config.parallel.sequence),
-        config.pipeline.virtual if staged else 1,
-        candidate.micro,
-    )
-
-
 def _first_of_each_kind(found: list[Estimate]) -> list[Estimate]:
-    """Return the first candidate of each mesh and ZeRO stage."""
+    """Return the first candidate of each mesh and ZeRO stage.
+
+    Meshes that differ in their replicas alone are one, unless the loss depends on replicas.
+    """
     kinds: dict[tuple, Estimate] = {}
     for candidate in found:
-        kinds.setdefault((describe(candidate.shape), candidate.config.parallel.zero), candidate)
+        shape = candidate.shape
+        if not candidate.in_force:
+            shape = shape | {DATA: shape[DATA] * shape[REPLICA], REPLICA: 1}
+        kinds.setdefault((describe(shape), candidate.in_force, candidate.config.parallel.zero), candidate)
     return list(kinds.values())

@@ -1,20 +1,20 @@
-"""Answers of a plan: why a mesh is not the first, what one axis alone would do, what more devices bring."""
+"""Answers of a plan: why a mesh is not the first, and what one axis alone would do."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
-from jaxdist.config import Config, RequestError
 from jaxdist.mesh import BATCH_AXES, DATA, PIPELINE, REPLICA, SEQUENCE_AXES, MeshShape, describe, fill, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.output import units
-from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.certainty import tie
 from jaxdist.planning.search.candidates import MESH, problems, why_not_planned
 from jaxdist.planning.search.estimate import Estimate, label
-from jaxdist.planning.search.plan import BLOCK, TIE, Plan, complexity, search
+from jaxdist.planning.search.plan import BLOCK, Plan
+from jaxdist.planning.search.risk import difference, risk
+from jaxdist.planning.step_time import PESSIMISTIC
 
 LEAST = 4
 """Candidates that are predicted exactly to find the least memory of a mesh."""
@@ -56,16 +56,18 @@ def _why_second(plan: Plan, mesh: str, candidate: Estimate) -> str:
     """Return why the best candidate of a mesh that fits is not the first."""
     first = plan.ranked[0]
     if not plan.tied(candidate):
-        more = max(candidate.parts, key=lambda part: candidate.parts[part] - first.parts[part])
+        ours, theirs = first.at(PESSIMISTIC), candidate.at(PESSIMISTIC)
+        more = max(theirs, key=lambda part: theirs[part] - ours[part])
         return (
             f"{mesh} takes {plan.slower(candidate):.2f} times as long as the fastest: {label(candidate)}; most of the "
-            f"difference is {more}, {candidate.parts[more]:.3g} s against {first.parts[more]:.3g} s of {label(first)}"
+            f"difference is {more}, {theirs[more]:.3g} s against {ours[more]:.3g} s of {label(first)}"
         )
-    if complexity(candidate) < complexity(first):
+    if risk(candidate) < risk(first):
         reason = "and was overlooked in the rough estimate"
     else:
-        reason = f"but less simple than {label(first)}"
-    return f"{mesh} is as fast within {TIE:.0%} ({label(candidate)}), {reason}"
+        reason = f"but beside {label(first)}, {difference(first, candidate)}"
+    margin = tie(candidate.kind, plan.fitting[0].kind)
+    return f"{mesh} is as fast within {margin:.0%} ({label(candidate)}), {reason}"
 
 
 def _held(candidate: Estimate) -> str:
@@ -91,17 +93,6 @@ def alone(plan: Plan) -> list[tuple[str, Estimate | str]]:
     return found
 
 
-def scaling(config: Config, counts: Sequence[int], cluster: Cluster) -> list[tuple[int, Estimate | str]]:
-    """Return the best plan for each number of devices at the same global batch, or why there is none."""
-    found: list[tuple[int, Estimate | str]] = []
-    for count in counts:
-        try:
-            found.append((count, search(config, count, cluster).ranked[0]))
-        except RequestError as error:
-            found.append((count, error.problems[0]))
-    return found
-
-
 def fastest_with_replicas(plan: Plan) -> Estimate | None:
     """Return the fastest candidate with replicas that fits, or None."""
     return _fastest(plan, np.flatnonzero(plan.columns[REPLICA] > 1))
@@ -118,7 +109,7 @@ def _fastest(plan: Plan, rows: np.ndarray) -> Estimate | None:
     allowed = [row for row in order if np.isfinite(plan.rough_seconds[row])][:BLOCK]
     predicted = (plan.predicted(row) for row in allowed)
     fitting = [candidate for candidate in predicted if candidate.fits]
-    return min(fitting, key=lambda candidate: candidate.seconds, default=None)
+    return min(fitting, key=lambda candidate: candidate.pessimistic, default=None)
 
 
 def smallest(plan: Plan, rows: np.ndarray) -> Estimate:

@@ -7,21 +7,20 @@ from collections.abc import Callable
 
 from jaxdist.mesh import AXES, CONTEXT, DATA, EXPERT, FAST, MODEL, PIPELINE, REPLICA, describe
 from jaxdist.output.units import size
-from jaxdist.planning import context_report
-from jaxdist.planning.search.estimate import Estimate, estimate
-from jaxdist.planning.search.plan import TIE, ZERO_ORDER, Plan
+from jaxdist.planning import model_report
+from jaxdist.planning.search.estimate import Estimate, estimate, label
+from jaxdist.planning.search.plan import Plan
 from jaxdist.planning.search.questions import rows_of, smallest
+from jaxdist.planning.search.risk import difference, zero_order
 
 EQUAL = 1.005
 """The ratio of bytes up to which two counts are reported as equal."""
 
 
 def reason(plan: Plan) -> str:
-    """Return which of the lecture's tips decided for the first candidate, each with the figures that show it."""
+    """Return what decided for the first candidate: each clause compares two rows, with the figures of both."""
     first = plan.ranked[0]
-    sentences = [_simplest(plan, first)]
-    if all(size == 1 for axis, size in first.shape.items() if axis not in (REPLICA, DATA)):
-        sentences.append("data parallelism alone is enough")
+    sentences = [_first_or_tied(plan, first)]
     if first.config.parallel.zero:
         sentences += [_traffic(plan, first), _less_sharded(plan, first)]
     sentences += [say(plan, first) for axis, say in OF_AXES.items() if first.shape[axis] > 1]
@@ -30,11 +29,26 @@ def reason(plan: Plan) -> str:
     return "; ".join(filter(None, sentences))
 
 
-def _simplest(plan: Plan, first: Estimate) -> str:
-    tied = sum(map(plan.tied, plan.fitting))
-    if tied == 1:
-        return f"{describe(first.shape)}: the fastest, by more than {TIE:.0%}"
-    return f"{describe(first.shape)}: the simplest of {tied} within {TIE:.0%} of the fastest"
+def _first_or_tied(plan: Plan, first: Estimate) -> str:
+    """Compare the first candidate with the fastest one, if it is not that, and with the next."""
+    mesh = describe(first.shape)
+    tied = [candidate for candidate in plan.ranked if plan.tied(candidate)]
+    others = [candidate for candidate in plan.ranked if candidate is not first]
+    if len(tied) == 1:
+        if not others:
+            return f"{mesh}: no other mesh or ZeRO stage fits"
+        return f"{mesh}: the fastest; {label(others[0])} takes {plan.slower(others[0]):.2f} times as long"
+    sentence = f"{mesh}: the least risk of {len(tied)} that predictions cannot tell apart"
+    fastest = plan.fitting[0]
+    if fastest is not first:
+        sentence += (
+            f"; {label(fastest)} takes {1 / plan.slower(first):.2f} times as long, but {difference(first, fastest)}"
+        )
+    following = others[0]
+    if following is not fastest:
+        times = following.pessimistic / first.pessimistic
+        sentence += f"; {label(following)} takes {times:.2f} times as long, and {difference(first, following)}"
+    return sentence
 
 
 def _traffic(plan: Plan, first: Estimate) -> str:
@@ -58,7 +72,8 @@ def _less_sharded(plan: Plan, first: Estimate) -> str:
     """
     # Without sharding there are no replicas: at stage 0 those ranks belong to the data axis.
     unsharded = first.shape | {DATA: first.shape[DATA] * first.shape[REPLICA], REPLICA: 1}
-    simpler_stages = ZERO_ORDER[: ZERO_ORDER.index(first.config.parallel.zero)]
+    order = zero_order(first)
+    simpler_stages = order[: order.index(first.config.parallel.zero)]
     too_large: dict[int, int] = {}
     sentences = []
     for stage in simpler_stages:
@@ -99,7 +114,7 @@ def _context(plan: Plan, first: Estimate) -> str:
     """Return how attention runs over `context`, what a device sends for it, and where it is hidden."""
     where = _where(plan, first, CONTEXT)
     return (
-        f"{context_report.sentence(first.split)}; {size(first.sent(CONTEXT))} in a step, {where}, for "
+        f"{model_report.attends(first.split)}; {size(first.sent(CONTEXT))} in a step, {where}, for "
         f"which attention waits {first.share(CONTEXT):.1%} of the step"
     )
 
@@ -128,7 +143,4 @@ def _stages(first: Estimate) -> str:
     sentence = f"a device sends {size(between)} between stages"
     if not others:
         return sentence
-    sentence += " and " + " and ".join(f"{size(sent)} over {axis}" for axis, sent in others.items())
-    if between <= min(others.values()):
-        sentence += ", so stages may lie furthest apart"
-    return sentence
+    return sentence + " and " + " and ".join(f"{size(sent)} over {axis}" for axis, sent in others.items())

@@ -11,16 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
+from jaxdist.config import Config
+from jaxdist.config.stacks import forms_of
 from jaxdist.mesh import AXES, CONTEXT, EXPERT, MODEL, PIPELINE, REPLICA, abstract_mesh
+from jaxdist.models import Model, build_decoder
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
-from jaxdist.parallel.pipeline.simulate import Times
+from jaxdist.parallel.pipeline.simulate import EQUAL, Times
 from jaxdist.planning import collective_time, step_bytes
 from jaxdist.planning.activations import in_layer_of_row, in_loss, saved_per_token, scores_in_layer, stashed_per_token
+from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers, ranks_together
+from jaxdist.planning.exposure import rates_in
+from jaxdist.planning.kernels_time import Units
+from jaxdist.planning.layer_time import head_seconds, layer_times
 from jaxdist.planning.pipeline_memory import ROUGH_MESSAGES, Depths, Unit, buffers, recomputed, rough_stash
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
@@ -28,18 +35,14 @@ from jaxdist.planning.predicted_collectives import (
     F32,
     REDUCE_SCATTER,
 )
-from jaxdist.planning.search.candidates import MESH, RING, SPLIT
+from jaxdist.planning.search.candidates import BRANCHING, MESH, RING, SPLIT, Columns, devices_along
 from jaxdist.planning.search.distinct import Column, Scalar, distinct_rows, mapping
-from jaxdist.planning.search.estimate import (
-    Device,
-    head_flops,
-    layer_times,
-)
-from jaxdist.planning.search.products import matmul_rate
+from jaxdist.planning.search.estimate import Device
 from jaxdist.planning.search.screen_sizes import SAVED
 from jaxdist.planning.search.screen_steps import CHOICES, Steps
+from jaxdist.planning.search.traffic_time import BESIDE, BETWEEN_SITES, ONCE, Communication
 from jaxdist.planning.step_bytes import Elements
-from jaxdist.planning.transfer_time import exposed
+from jaxdist.planning.step_time import PESSIMISTIC, parts
 from jaxdist.sharding import RESIDUAL, RULES, Layout
 
 
@@ -59,18 +62,29 @@ class Screen(Steps):
         few, kinds = self.having(zero=zero).distinct(*CHOICES, "mesh", "micro", "virtual")
         return states + few._activations()[kinds]
 
-    def seconds(self) -> Column:
-        """Return the seconds of a step of each candidate."""
+    def seconds(self, price: str = PESSIMISTIC, needed: Column | None = None) -> Column:
+        """Return the seconds of a step of each candidate, at one of `step_time.PRICES`.
+
+        `needed` is what `memory` returns, if that is known already.
+        """
+        rates = rates_in(self.cluster, self.memory() if needed is None else needed)
         few, kinds = self.distinct("mesh", "sequence", "micro", "remat", "schedule", "virtual", RING)
-        busy = few._work_seconds()[kinds] * (1 + self._by_schedule(_bubble_over_work))
+        work, lockstep = (each[kinds] for each in few._arithmetic())
         few, kinds = self.distinct("mesh", "zero", "virtual")
         replicas = few._replica_seconds()[kinds]
         updated = few._bytes_updated()[kinds]
-        waiting, overlapping = self.communication()
         # Over the replicas, only delayed gradients wait for nothing.
-        late = self.rule.late * replicas
-        beside = exposed(overlapping + late, busy, self.cluster)
-        return busy + waiting + replicas - late + beside + updated / self.cluster.bandwidth
+        found = self.communication().seconds
+        crossing = ONCE if self.cluster.between is None else BETWEEN_SITES
+        found[BESIDE if self.rule.late else crossing] += replicas
+        step = Communication(found).step(
+            arithmetic=work,
+            waiting=lockstep - work,
+            updated=updated / self.cluster.bandwidth,
+            devices=devices_along(self.columns, MESH),
+        )
+        each = parts(step, rates, self.cluster.overlap - 1, price).values()
+        return np.sum(np.broadcast_arrays(*each), axis=0)
 
     # Memory, in bytes of one device.
 
@@ -97,9 +111,16 @@ class Screen(Steps):
         if self.config.model.frozen:
             # Frozen weights, which are nearly all, lie in the compute dtype, or are cast in each step.
             precision = "float32" if self.bytes_of_frozen == width else "bfloat16"
+        share = 1.0
+        made: Numbers = 0
+        if self.config.model.stored_form:
+            # Their arrays move as they are, and make a layer in the compute dtype.
+            precision = "float32"
+            share = self.bytes_of_frozen / width
+            made = width * self.layer
         sums = step_bytes.sums_of_gradients(self.columns["micro"], self.of_platform)
         flat = self.trained * step_bytes.gradients(zero, width, self.elements, sums)
-        flat = flat + step_bytes.weights(zero, width, self.elements, precision)
+        flat = flat + share * step_bytes.weights(zero, width, self.elements, precision)
 
         layers = self.layers_held * self.layer
         rest = self._sharded(self.layers_held * self.layer_beside_experts, self.experts)
@@ -108,10 +129,10 @@ class Screen(Steps):
         tables = self.embeddings
         shared = Elements(rest / self.replica_shards, rest, use=tables, layer=0, outside=tables)
         staged = self.trained * step_bytes.pipeline_gradients(zero, width, of_layers, shared)
-        staged = staged + step_bytes.pipeline_weights(
+        staged = staged + share * step_bytes.pipeline_weights(
             zero, width, of_layers, shared, self.columns["virtual"], precision, self.of_platform
         )
-        return np.where(self.staged, staged, flat)
+        return np.where(self.staged, staged, flat) + made
 
     def _activations(self) -> Column:
         """Return the bytes of activations: saved for the backward pass, and alive within one layer or the loss.
@@ -168,30 +189,54 @@ class Screen(Steps):
 
     # Time, in seconds of a step.
 
-    def _work_seconds(self) -> Column:
-        """Return the seconds of a device's arithmetic."""
+    def _arithmetic(self) -> tuple[Column, Column]:
+        """Return the seconds of one device's arithmetic in a step, and those until all devices have done theirs.
+
+        The work is that of evenly split layers; a schedule runs stages with their padding.
+        """
         m = self.config.model
-        splits = SPLIT[self.columns["schedule"]]
+        c = self.columns
+        splits = SPLIT[c["schedule"]]
         by_layout = self._by_layout()
         units = layer_times(
             self.config,
             self.cluster,
             tokens=self.tokens,
-            parts=self.columns[MODEL],
-            saved=by_layout(lambda layout: saved_per_token(m, layout, "none")),
+            parts=c[MODEL],
+            splits_residual=c["sequence"] == 1,
             stashed=splits * by_layout(lambda layout: stashed_per_token(m, layout)),
             recomputes_attention=self._remat("dots"),
             recomputes_all=self._remat("block", "stage"),
-            expert_parts=self.columns[EXPERT],
-            ring=self.columns[RING],
+            expert_parts=c[EXPERT],
+            ring=c[RING],
         )
-        return self.columns["micro"] * (self.layers_held * sum(units) + self._head_seconds())
+        head = self._head_seconds()
+        each = sum(units)
+        # The forward pass of a reference.
+        before = units.forward if self.config.refers_in_step else 0
+        work = c["micro"] * (m.layers / c[PIPELINE] * (each + before) + head)
+        layers = c["micro"] * each + self._bubble(units) + before * (c["micro"] + (c[PIPELINE] - 1) / c["virtual"])
+        return work, np.where(self.staged, self.layers_held * layers + self.heads * head, work)
+
+    def _bubble(self, units: Units) -> Column:
+        """Return how much longer than the units of all micro-batches a schedule takes: of one layer.
+
+        A bubble is a sum of so many units of each kind.
+        """
+        alone = (Times(1, 0, 0), Times(0, 1, 0), Times(0, 0, 1))
+        counts = (self._by_schedule(partial(lockstep_bubble, times=times)) for times in alone)
+        bubble = sum(count * unit for count, unit in zip(counts, units, strict=True))
+        # Where each rank branches, ranks run different units in a tick, which lasts as long as the longest.
+        micro = self.columns["micro"]
+        longest = np.maximum.reduce(np.broadcast_arrays(*units))
+        waits = self._by_schedule(partial(lockstep_bubble, times=EQUAL))
+        ticks = (3 * micro + waits) * longest - micro * sum(units)
+        return np.where(BRANCHING[self.columns["schedule"]], ticks, bubble)
 
     def _head_seconds(self) -> Column:
         """Return the seconds of the output table's matmuls for a micro-batch."""
-        flops = head_flops(self.config.model, self.tokens)
         parts = self.columns[MODEL] * self.columns[PIPELINE]
-        return flops / parts / matmul_rate(self.config, self.cluster)
+        return np.asarray(head_seconds(self.config, self.cluster, self.tokens, parts))
 
     def _replica_seconds(self) -> Column:
         """Return a step's part of the seconds in which gradients, and weights, cross the replicas."""
@@ -256,16 +301,6 @@ class Screen(Steps):
         return replace(Layout.on(mesh, rules, Device(self.cluster)), zigzag=bool(ring))
 
 
-def _bubble_over_work(name: str, S: int, M: int, v: int) -> float:
-    """Return the time in which a rank of a pipeline waits, over the time in which it works.
-
-    All units are taken to last equally long.
-    """
-    times = Times()
-    bubble = lockstep_bubble(name, S, M, v, times) or 0
-    return bubble / (M * (times.F + times.B))
-
-
 def best(score: Column, count: int) -> list[int]:
     """Return the indices of the `count` rows with the lowest score, lowest first, without infinite ones.
 
@@ -274,3 +309,11 @@ def best(score: Column, count: int) -> list[int]:
     allowed = np.flatnonzero(np.isfinite(score))
     order = np.argsort(score[allowed], kind="stable")[:count]
     return allowed[order].tolist()
+
+
+def screen_of(config: Config, model: Model, cluster: Cluster, columns: Columns) -> Screen:
+    """Return the rough figures of candidates. Layers of several forms are all taken to have the form of the last."""
+    if forms_of(config.model):
+        config = config.with_knobs({"model.dense_layers": 0})
+        model = build_decoder(config.model)
+    return Screen(config, model, cluster, columns)

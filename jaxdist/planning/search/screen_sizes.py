@@ -18,6 +18,7 @@ from jaxdist.models import Model, parameters
 from jaxdist.parallel.crossing import Crossing, with_replicas
 from jaxdist.parallel.pipeline.stages import BLOCKS, largest_chunk
 from jaxdist.planning.clusters import Cluster
+from jaxdist.planning.predicted_collectives import F32
 from jaxdist.planning.search.candidates import REMATS, Columns, devices_along
 from jaxdist.planning.search.distinct import Column, map_distinct
 
@@ -52,15 +53,16 @@ class Sizes:
     @cached_property
     def experts_of_layer(self) -> Column:
         """The elements in use of one layer's experts, which ZeRO shards over `data` and `context`."""
-        axes = jax.tree.leaves(self.model.axes[BLOCKS], is_leaf=lambda axes: isinstance(axes, tuple))
-        leaves = zip(jax.tree.leaves(self.model.abstract[BLOCKS]), axes, strict=True)
+        model = self.model.as_read
+        axes = jax.tree.leaves(model.axes[BLOCKS], is_leaf=lambda axes: isinstance(axes, tuple))
+        leaves = zip(jax.tree.leaves(model.abstract[BLOCKS]), axes, strict=True)
         elements = sum(leaf.size for leaf, names in leaves if "experts" in names)
         return elements / self.config.model.layers / (self.columns[MODEL] * self.columns[EXPERT])
 
     @cached_property
     def layer_beside_experts(self) -> Column:
         """The elements in use of one layer's other parameters, which ZeRO shards over `expert` too."""
-        elements = sum(leaf.size for leaf in jax.tree.leaves(self.model.abstract[BLOCKS]))
+        elements = sum(leaf.size for leaf in jax.tree.leaves(self.model.as_read.abstract[BLOCKS]))
         whole = elements / self.config.model.layers / self.columns[MODEL]
         return whole - self.experts_of_layer * self.columns[EXPERT]
 
@@ -154,9 +156,14 @@ class Sizes:
         return all_trained_beside(model) / parameters(self.model)
 
     @property
-    def bytes_of_frozen(self) -> int:
-        """The bytes of each number of a frozen parameter between steps."""
-        return jnp.dtype(self.config.model.dtype_at_rest).itemsize
+    def bytes_of_frozen(self) -> float:
+        """The bytes of each number of a frozen parameter between steps: of quantized ones, on the average."""
+        model = self.config.model
+        if not model.stored_form:
+            return jnp.dtype(model.dtype_at_rest).itemsize
+        beside = all_trained_beside(model)
+        held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model.abstract)) - F32 * beside
+        return held / (parameters(self.model) - beside)
 
     @property
     def frozen_bytes(self) -> Column:

@@ -37,7 +37,7 @@ from jaxdist.planning.search.candidates import (
 from jaxdist.planning.search.distinct import Column, Scalar, distinct_rows, map_distinct, mapping
 from jaxdist.planning.search.estimate import Device, layout_of
 from jaxdist.planning.search.screen_sizes import SAVED, Sizes
-from jaxdist.planning.search.traffic_time import communication
+from jaxdist.planning.search.traffic_time import Communication, communication, joined
 from jaxdist.sharding import Layout
 
 CHOICES = ("zero", "sequence", "outside", "remat", "schedule", RING)
@@ -53,11 +53,8 @@ PLAIN = np.array([_NAMED[0] if number in _NAMED else number for number in range(
 class Steps(Sizes):
     """Steps of the candidates in `columns`."""
 
-    def communication(self) -> tuple[Column, Column]:
-        """Return the seconds of transfers that nothing overlaps, and of those that arithmetic does.
-
-        What crosses the replicas is not among them.
-        """
+    def communication(self) -> Communication:
+        """Return the seconds of all transfers, but for what crosses the replicas."""
         m = self.config.model
         c = self.columns
         nothing = np.zeros_like(c["zero"])
@@ -67,7 +64,7 @@ class Steps(Sizes):
         remat = np.where(c["remat"] == stage, stage, 0)
         activations = self._with(zero=keep, outside=nothing)._seconds(Steps._of_activations, "zero", "sequence", RING)
         weights = self._with(sequence=nothing, remat=remat)._seconds(Steps._of_weights, "zero")
-        return activations[0] + weights[0], activations[1] + weights[1]
+        return activations.and_(weights)
 
     def distinct(self, *names: str) -> tuple[Self, Column]:
         """Return the distinct rows of these columns alone, and for each row its index among those.
@@ -92,23 +89,23 @@ class Steps(Sizes):
         """Return the candidates with other columns, and with one schedule for all that run the same slots."""
         return self.having(schedule=PLAIN[self.columns["schedule"]], **columns)
 
-    def _seconds(self, described: Callable[[Self], Iterator[Transfer]], *choices: str) -> tuple[Column, Column]:
-        """Return the exposed and the overlapping seconds of the transfers that are `described`.
+    def _seconds(self, described: Callable[[Self], Iterator[Transfer]], *choices: str) -> Communication:
+        """Return the seconds of the transfers that are `described`.
 
-        Candidates with the same `choices` are described at once, those with a pipeline apart from those without.
+        Candidates with the same `choices` are described at once, those with a pipeline apart from those without, and
+        those that split tensors apart from those that do not.
         """
         few, kinds = self.distinct(*CHOICES, "mesh", "micro", "virtual")
-        exposed = np.zeros(len(few.columns["mesh"]))
-        overlapping = np.zeros_like(exposed)
-        examples, alike = distinct_rows(few.staged.astype(int), *(few.columns[name] for name in choices))
+        # Ranks of a pipeline that split no tensors share the vocabulary among stages alone.
+        kinds_of_axes = (few.staged.astype(int), (few.columns[MODEL] > 1).astype(int))
+        examples, alike = distinct_rows(*kinds_of_axes, *(few.columns[name] for name in choices))
+        groups = []
         for number in range(len(examples)):
             rows = np.flatnonzero(alike == number)
             group = few.of(rows)
             shape = dict.fromkeys(AXES, 1) | {axis: group.columns[axis] for axis in MESH}
-            found = communication(group.step, described(group), shape, self.cluster)
-            exposed[rows] = sum(found.exposed.values())
-            overlapping[rows] = found.overlapping
-        return exposed[kinds], overlapping[kinds]
+            groups.append((rows, communication(group.step, described(group), shape, self.cluster)))
+        return joined(self.config.model, groups, len(few.columns["mesh"])).of(kinds)
 
     def _of_activations(self) -> Iterator[Transfer]:
         """Yield the transfers of activations."""
@@ -169,17 +166,29 @@ class Steps(Sizes):
         micro = c["micro"]
         again = Again(self._remat("block", "stage"), self._remat("dots"), self._remat("stage"))
         if not self.example.pipelined:
-            return in_loops(self.config.model.layers, micro, self.together, again)
+            return in_loops(self.config.model.layers, micro, self.together, again).of_objective(self.config)
         chunks = c["virtual"]
         splits = SPLIT[c["schedule"]]
         branches = BRANCHING[c["schedule"]]
-        # Ranks that branch run F, B and W in different ticks, and so all of them run nearly every tick.
-        each = np.where(branches, 3 * chunks * micro, self._by_schedule(lockstep_ticks))
+        # Some rank runs F in nearly every tick, and some other one B.
+        each = np.where(branches, self.branching_ticks, self._by_schedule(lockstep_ticks))
         weights = np.where(splits & ~branches, chunks * micro, each)
-        heads = np.maximum(micro, chunks * micro - (chunks - 1) * c[PIPELINE])
-        ticks = {"F": each, "B": each, "W": weights, "H": heads}
+        ticks = {"F": each, "B": each, "W": weights, "H": self.heads}
         own = np.where(branches, 1 / 3, 1)
-        return in_ticks(ticks, self.layers_held // chunks, again, chunks, splits, own=own)
+        return in_ticks(ticks, self.layers_held // chunks, again, chunks, splits, own=own).of_objective(self.config)
+
+    @property
+    def heads(self) -> Column:
+        """The ticks of a schedule in which all ranks run the head."""
+        c = self.columns
+        micro, chunks = c["micro"], c["virtual"]
+        one_segment = np.maximum(micro, chunks * micro - (chunks - 1) * c[PIPELINE])
+        return np.where(BRANCHING[c["schedule"]], self.branching_ticks, one_segment)
+
+    @property
+    def branching_ticks(self) -> Column:
+        """The ticks of a schedule of which the ranks branch: they run F, B and W in different ones."""
+        return 3 * self.columns["virtual"] * self.columns["micro"]
 
     def _of_weights(self) -> Iterator[Transfer]:
         """Yield the transfers of weights and gradients, of parameters that are as large as all of a kind."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from jaxdist.config import RequestError
 from jaxdist.mesh import REPLICA, crossing
 from jaxdist.output.units import counted
-from jaxdist.planning.search.estimate import Estimate, estimate, label
+from jaxdist.planning.search.estimate import Estimate, estimate, label, took_about
 from jaxdist.planning.search.plan import Plan, search
 from jaxdist.planning.search.questions import fastest_with_replicas
 
@@ -44,13 +44,13 @@ def sentence(plan: Plan) -> str:
         changed = crossing.asked(first.config).not_of_one_device(first.shape[REPLICA])
         return (
             f"{changed}; the best plan that has it, {label(exact)}, takes "
-            f"{exact.seconds:.3g} s a step, {exact.seconds / first.seconds:.3g} times as long"
+            f"{took_about(exact)} a step, {exact.seconds / first.seconds:.3g} times as long"
         )
     other = fastest_with_replicas(plan)
     if other is None:
         rest = f"nothing with replicas fits, between which {asked} would be in force"
     else:
-        rest = f"{label(other)}, whose loss is not, takes {other.seconds:.3g} s a step"
+        rest = f"{label(other)}, whose loss is not, takes {took_about(other)} a step"
     return f"the loss is that of one device, since the first plan has no replicas; {rest}"
 
 
@@ -101,7 +101,7 @@ def advice(plan: Plan, found: list[Cheaper]) -> str:
     if not found:
         return ""
     first = plan.ranked[0]
-    taken = " and ".join(f"{one.first.seconds:.3g} s with {one.option}" for one in found)
+    taken = " and ".join(f"{took_about(one.first)} with {one.option}" for one in found)
     return (
         f"the link between sites takes {over_link(plan):.3g} s of the {first.seconds:.3g} s of a step; the best plan "
         f"takes {taken}, but the loss is then not that of one device"

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from shlex import quote
 from typing import Any
 
 from jaxdist.config import Config, leaves
 from jaxdist.mesh import crossing
-from jaxdist.models import Model, active_parameters, parameters
+from jaxdist.models import Model
 from jaxdist.output.tables import table
 from jaxdist.output.units import size
-from jaxdist.planning import clusters, collective_time, context_report, layout_notes, transfer_time
-from jaxdist.planning.clusters import Cluster, calibrated, how_to_calibrate
+from jaxdist.planning import certainty, collective_time, exposure, layout_notes, model_report, transfer_time
+from jaxdist.planning.clusters import calibrated, how_to_calibrate, of_gpu
 from jaxdist.planning.collective_time import ranks_together
 from jaxdist.planning.expert_rows import assumption
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.model_report import model_size
 from jaxdist.planning.search import slow_link
 from jaxdist.planning.search.candidates import MESH
-from jaxdist.planning.search.estimate import Estimate, label, sharded_model
+from jaxdist.planning.search.estimate import Estimate, label, sharded_model, took_about
 from jaxdist.planning.search.plan import Plan
 from jaxdist.planning.search.questions import alone
-from jaxdist.planning.search.reasons import reason
+from jaxdist.planning.search.reasons import EQUAL, reason
 from jaxdist.planning.timing import in_window
-from jaxdist.planning.transfer_time import merge_calls, seconds
+from jaxdist.planning.transfer_time import merge_calls, seconds, seconds_over_axes
 
 SHOWN = 10
 """Ranked candidates that are printed."""
-
-OPTIMAL = 20
-"""Training tokens per parameter with which a given amount of compute learns the most (Hoffmann et al. 2022)."""
 
 MEMORY_FORMULAS = {
     "parameters": "4 x elements at rest: divided by model, pipeline, and by data from ZeRO 1 on",
@@ -47,8 +43,11 @@ MEMORY_FORMULAS = {
 """How the bytes of each kind of memory are computed."""
 
 
-def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
-    """Yield the whole answer of the command; `name` is the configuration that it was given, with contents `base`."""
+def lines(plan: Plan, name: str, base: Config, run: str = "", where: str = "") -> Iterator[str]:
+    """Yield the whole answer of the command; `name` is the configuration that it was given, with contents `base`.
+
+    `run` says how long a whole run takes; `where` is the cluster as it was named.
+    """
     cluster = plan.cluster
     first = plan.ranked[0]
     sequence = plan.config.model.sequence
@@ -63,7 +62,7 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
         f"{cluster.across.bandwidth / 1e9:g} GB/s each across{_sites(plan)}"
     )
     yield (
-        f"model       {model_size(plan.config.model, plan.model)}; {tokens}; {plan.config.precision}"
+        f"model       {model_report.model_size(plan.config.model, plan.model)}; {tokens}; {plan.config.precision}"
         f"{in_window(plan.config.model)}"
     )
     yield (
@@ -88,18 +87,13 @@ def lines(plan: Plan, name: str, base: Config) -> Iterator[str]:
     for note in notes(first, plan.model):
         yield f"note        {note}"
     yield f"rate        {rate(first)}"
-    page = "docs/explanation/planner.md"
-    yield f"times       without kernel launches, input and other jobs: real steps take longer ({page})"
+    yield f"times       {times(plan)}"
     yield f"train       {command(first, base, name)}"
     # Explain compiles only for GPUs that it has a description of.
     if cluster.gpu in GPUS:
-        compiled_for = clusters.of_gpu(cluster.gpu)
-        if compiled_for is None or compiled_for.fills_hosts(plan.devices):
-            yield f"verify      {verification(first, base, name)}"
-        else:
-            yield f"verify      not possible: explain compiles for whole hosts of {compiled_for.per_host} {cluster.gpu}"
-    if not plan.config.model.frozen:
-        yield f"run         {run_time(plan)}"
+        yield f"verify      {verification(first, base, name, where)}"
+    if run:
+        yield f"run         {run}"
 
 
 def _sites(plan: Plan) -> str:
@@ -152,21 +146,29 @@ def row(candidate: Estimate, plan: Plan) -> tuple[str, ...]:
         config.model.remat,
         schedule(candidate),
         f"{size(candidate.memory.total)} ({used:.0%})",
-        took(candidate.seconds, plan.cluster),
+        took_about(candidate),
         f"{candidate.mfu:.1%}",
         ", ".join(f"{part} {candidate.share(part):.1%}" for part in visible),
     )
 
 
 def notes(candidate: Estimate, model: Model) -> list[str]:
-    """Return which parameters are not split as requested, in the words of the summary of `train`."""
-    return layout_notes.notes(sharded_model(candidate.split, model, candidate.cluster))
+    """Return which parameters are not split as requested, and what overlaps nothing, as the summary of `train` does."""
+    split = candidate.split
+    waits = exposure.note(split, candidate.memory.total, GPUS.get(candidate.cluster.gpu))
+    return [*layout_notes.notes(sharded_model(split, model, candidate.cluster)), *([waits] if waits else [])]
 
 
-def took(seconds: float, cluster: Cluster) -> str:
-    """Return a predicted time; `~` marks a cluster without measurements."""
-    mark = "" if calibrated(cluster) else "~"
-    return f"{mark}{seconds:.3g} s"
+def times(plan: Plan) -> str:
+    """Return how the times are to be read."""
+    first = plan.ranked[0]
+    sentence = (
+        f"four in five published steps of a kind lay in such an interval, and {certainty.coverage():.0%} of a source "
+        "that was left out"
+    )
+    if first.pessimistic > EQUAL * first.seconds:
+        sentence += f"; with one network card of each host for weights, the first takes {first.pessimistic:.3g} s"
+    return f"{sentence} (docs/explanation/planner.md)"
 
 
 def rate(candidate: Estimate) -> str:
@@ -201,7 +203,7 @@ def summary(plan: Plan) -> Iterator[str]:
     first = plan.ranked[0]
     if not calibrated(plan.cluster):
         yield how_to_calibrate(plan.devices)
-    yield f"{label(first)}, {size(first.memory.total)}, {took(first.seconds, plan.cluster)} a step: {reason(plan)}"
+    yield f"{label(first)}, {size(first.memory.total)}, {took_about(first)} a step: {reason(plan)}"
     changed = slow_link.sentence(plan)
     if changed:
         yield changed
@@ -231,9 +233,14 @@ def command(candidate: Estimate, base: Config, name: str) -> str:
     return f"python -m jaxdist.train {quote(name)}{begins} {_options(candidate, base)}"
 
 
-def verification(candidate: Estimate, base: Config, name: str) -> str:
-    """Return the command that compiles this step: the memory of activations is only estimated here."""
-    return f"python -m jaxdist.explain {quote(name)} {_options(candidate, base)} --target {candidate.cluster.gpu}"
+def verification(candidate: Estimate, base: Config, name: str, where: str = "") -> str:
+    """Return the command that compiles this step: the memory of activations is only estimated here.
+
+    It names the cluster, as `where` does, if the GPU alone means another one.
+    """
+    gpu = candidate.cluster.gpu
+    on = f" --cluster {quote(where)}" if where and of_gpu(gpu) != candidate.cluster else ""
+    return f"python -m jaxdist.explain {quote(name)} {_options(candidate, base)} --target {gpu}{on}"
 
 
 def _options(candidate: Estimate, base: Config) -> str:
@@ -255,7 +262,7 @@ def why(plan: Plan) -> Iterator[str]:
     yield ""
     rows: list[tuple[str, ...]] = [("sent by one device", "kind", "over", "calls", "bytes", "seconds")]
     formulas = []
-    for figures, formula in collectives(plan):
+    for figures, formula in collectives(first):
         rows.append(figures)
         formulas.append(formula)
     yield from table(rows)
@@ -263,24 +270,24 @@ def why(plan: Plan) -> Iterator[str]:
     yield from formulas
 
 
-def collectives(plan: Plan) -> list[tuple[tuple[str, ...], str]]:
-    """Return for each collective of the first candidate a row of figures, and how the time of one call is computed.
+def collectives(candidate: Estimate) -> list[tuple[tuple[str, ...], str]]:
+    """Return for each collective of a candidate a row of figures, and how the time of one call is computed.
 
     Figures are those of a step; of an outer step, which ends `train.local_steps` steps, those of that one.
     """
-    first = plan.ranked[0]
+    cluster = candidate.cluster
     found: list[tuple[tuple[str, ...], str]] = []
-    every = f", every {first.config.train.local_steps} steps"
-    outer = [replace(transfer, what=transfer.what + every) for transfer in first.outer]
-    for transfer in [*merge_calls(first.transfers), *merge_calls(outer)]:
-        over = " ".join(f"{axis}={first.shape[axis]}" for axis in transfer.axes)
-        seconds_of_all = seconds(transfer, first.shape, plan.cluster)
+    every = f", every {candidate.config.train.local_steps} steps"
+    outer = [replace(transfer, what=transfer.what + every) for transfer in candidate.outer]
+    for transfer in [*merge_calls(candidate.transfers), *merge_calls(outer)]:
+        over = " ".join(f"{axis}={candidate.shape[axis]}" for axis in transfer.axes)
+        seconds_of_all = seconds(transfer, candidate.shape, cluster)
         sent = size(transfer.wire_bytes)
         figures = (transfer.what, transfer.kind, over, f"{transfer.calls:,}", sent, f"{seconds_of_all:.3g}")
-        inside, in_site = ranks_together(first.shape, transfer.axes, plan.cluster)
+        inside, in_site = ranks_together(candidate.shape, transfer.axes, cluster)
         of_call = transfer.payload_bytes / transfer.calls
         here = transfer.devices if in_site is None else int(in_site)
-        reason = collective_time.why(transfer.kind, of_call, transfer.devices, int(inside), plan.cluster, here)
+        reason = collective_time.why(transfer.kind, of_call, transfer.devices, int(inside), cluster, here)
         found.append((figures, reason))
     return found
 
@@ -301,63 +308,24 @@ def trade_off(plan: Plan) -> Iterator[str]:
         if not candidate.fits:
             held += " (does not fit)"
         idle = f"{candidate.share('waiting'):.1%}"
-        rows.append((axis, label(candidate), idle, size(sent), took(candidate.seconds, plan.cluster), held))
+        rows.append((axis, label(candidate), idle, size(sent), took_about(candidate), held))
     yield from table(rows)
     yield from impossible
 
 
-def compared(found: Sequence[tuple[int, Estimate | str]]) -> Iterator[str]:
-    """Yield a table of the best plans for several numbers of devices, with the efficiency of scaling."""
-    rows = [("devices", "first", "step", "tokens/s", "efficiency", "memory")]
-    impossible = []
-    base_rate = None
-    for count, best in found:
-        if isinstance(best, str):
-            impossible.append(f"{count}: {best}")
-            continue
-        if base_rate is None:
-            base_count = count
-            base_rate = best.tokens_per_second
-        efficiency = best.tokens_per_second * base_count / (base_rate * count)
-        rows.append(
-            (
-                str(count),
-                label(best),
-                took(best.seconds, best.cluster),
-                f"{best.tokens_per_second:,.0f}",
-                f"{efficiency:.0%}",
-                size(best.memory.total),
-            )
-        )
-    yield from table(rows)
-    yield from impossible
+def json(plan: Plan, base: Config, answers: dict[str, Any], reason: str) -> dict[str, Any]:
+    """Return the object that `docs/reference/json.md` describes.
 
-
-def run_time(plan: Plan) -> str:
-    """Return how long the first candidate trains for the compute-optimal number of tokens.
-
-    Of a model with experts, the parameters that count are those that a token goes through.
+    `answers` are those about the size of a job; `reason` answers `--why-not`, if that was given.
     """
     first = plan.ranked[0]
-    count = active_parameters(plan.model, plan.config.model)
-    each = "active parameter" if count < parameters(plan.model) else "parameter"
-    hours = OPTIMAL * count / first.tokens_per_second / 3600
-    duration = f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:,.1f} hours"
-    about = "" if calibrated(plan.cluster) else "~"
-    return (
-        f"{OPTIMAL} tokens for each {each} are {OPTIMAL * count:,}: {about}{duration}, "
-        f"{about}{hours * plan.devices:,.0f} device-hours, {6 * OPTIMAL * count**2:.3g} FLOP by 6ND"
-    )
-
-
-def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]], reason: str) -> dict[str, Any]:
-    """Return the object that `docs/reference/json.md` describes; `reason` answers `--why-not`, if that was given."""
     cheaper = slow_link.cheaper(plan)
     return {
-        "why": [formula for _, formula in collectives(plan)],
+        "why": [formula for _, formula in collectives(first)],
         "why_not": reason or None,
-        "trade_off": {axis: _json_or_reason(candidate, base) for axis, candidate in alone(plan)},
-        "compared": [{"devices": count, **_json_or_reason(best, base)} for count, best in more],
+        "seconds_per_axis": seconds_over_axes(first.transfers, first.shape, plan.cluster),
+        "trade_off": {axis: json_or_reason(candidate, base) for axis, candidate in alone(plan)},
+        **answers,
         "cluster": plan.cluster.name,
         "calibrated": calibrated(plan.cluster),
         "devices": plan.devices,
@@ -368,13 +336,13 @@ def json(plan: Plan, base: Config, more: Sequence[tuple[int, Estimate | str]], r
         "exact": _json(plan.exact.ranked[0], base) if crossing.asked(plan.config).name else None,
         "slow_link": slow_link.advice(plan, cheaper) or None,
         "cheaper": [_json(one.first, base) for one in cheaper],
-        "notes": notes(plan.ranked[0], plan.model),
+        "notes": notes(first, plan.model),
         "warnings": _sites_spanned(plan),
         "ranked": [_json(candidate, base) for candidate in plan.ranked],
     }
 
 
-def _json_or_reason(candidate: Estimate | str, base: Config) -> dict[str, Any]:
+def json_or_reason(candidate: Estimate | str, base: Config) -> dict[str, Any]:
     """Return a candidate as JSON, or the reason why there is none."""
     if isinstance(candidate, str):
         return {"impossible": candidate}
@@ -385,10 +353,12 @@ def _json(candidate: Estimate, base: Config) -> dict[str, Any]:
     return {
         "options": changes(candidate, base),
         "mesh": {axis: candidate.shape[axis] for axis in MESH},
-        **context_report.json(candidate.split),
+        **model_report.context_json(candidate.split),
         "changes_loss": candidate.in_force or None,
         "memory": candidate.memory.total,
         "seconds": candidate.seconds,
+        "interval": list(candidate.interval),
+        "pessimistic_seconds": candidate.pessimistic,
         "parts": dict(candidate.parts),
         "tokens_per_second": candidate.tokens_per_second,
         "mfu": candidate.mfu,

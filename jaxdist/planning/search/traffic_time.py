@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from jaxdist.config import ModelConfig
 from jaxdist.mesh import CONTEXT, DATA, EXPERT, FAST, MODEL, PIPELINE, REPLICA
 from jaxdist.planning import expert_rows
@@ -17,23 +19,56 @@ from jaxdist.planning.collective_time import Numbers, group_over
 from jaxdist.planning.communication import purpose
 from jaxdist.planning.predicted_collectives import PERMUTE, Transfer
 from jaxdist.planning.replica_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
-from jaxdist.planning.runs import Step
-from jaxdist.planning.search.attention_time import ring_seconds
+from jaxdist.planning.runs import Step as Sending
+from jaxdist.planning.search.ring_time import ring_seconds
+from jaxdist.planning.step_time import Step, over_one_card
 from jaxdist.planning.transfer_time import merge_calls, seconds_in
 
+ONCE, BETWEEN_SITES, BESIDE = "once", "between_sites", "beside"
+BY_LAYER, BY_LAYER_ONE_CARD = "by_layer", "by_layer_one_card"
 
-@dataclass
+OF_DATA = (ONCE, BETWEEN_SITES, BESIDE, BY_LAYER, BY_LAYER_ONE_CARD)
+"""The fields of a `step_time.Step` for weights and gradients."""
+
+
+@dataclass(frozen=True)
 class Communication:
-    """Seconds of a step's transfers."""
+    """Seconds of a step's transfers: of each part of the step, and of weights and gradients of each of `OF_DATA`."""
 
-    exposed: dict[str, Numbers]
-    """Part of the step -> seconds that nothing overlaps."""
-    overlapping: Numbers = 0.0
-    """Seconds of weights and gradients that are sent while others are computed with."""
+    seconds: dict[str, Numbers]
+
+    def and_(self, other: Communication) -> Communication:
+        """Return the transfers of both."""
+        return Communication({name: took + other.seconds[name] for name, took in self.seconds.items()})
+
+    def of(self, rows: np.ndarray) -> Communication:
+        """Return the steps with these indices."""
+        return Communication({name: np.asarray(took)[rows] for name, took in self.seconds.items()})
+
+    def step(self, **others: Numbers) -> Step:
+        """Return a step with these transfers, and with `others` of its fields."""
+        apart = {part: took for part, took in self.seconds.items() if part in (CONTEXT, EXPERT)}
+        given = {name: self.seconds[name] for name in OF_DATA}
+        return Step(others=apart, model=self.seconds[MODEL], messages=self.seconds[PIPELINE], **given, **others)
+
+
+def none(m: ModelConfig, count: int | None = None) -> Communication:
+    """Return a step without transfers, or arrays of `count` of them."""
+    names = (*communicating(m), *OF_DATA)
+    return Communication({name: 0.0 if count is None else np.zeros(count) for name in names})
+
+
+def joined(m: ModelConfig, groups: Iterable[tuple[np.ndarray, Communication]], count: int) -> Communication:
+    """Return the transfers of `count` steps, of which each group has those with its indices."""
+    found = none(m, count)
+    for rows, group in groups:
+        for name, took in group.seconds.items():
+            found.seconds[name][rows] = took  # type: ignore[index]
+    return found
 
 
 def communication(
-    step: Step, transfers: Iterable[Transfer], shape: Mapping[str, Numbers], cluster: Cluster
+    step: Sending, transfers: Iterable[Transfer], shape: Mapping[str, Numbers], cluster: Cluster
 ) -> Communication:
     """Return the seconds of these transfers of a step on a mesh of `shape`.
 
@@ -41,7 +76,7 @@ def communication(
     """
     # What crosses no axis of any mesh takes no time.
     transfers = [transfer for transfer in transfers if transfer.axes]
-    found = Communication(dict.fromkeys(communicating(step.config.model), 0.0))
+    found = none(step.config.model).seconds
     merged = merge_calls(transfers)
     groups = {axes: group_over(shape, axes, cluster) for axes in {transfer.axes for transfer in merged}}
     rings = False
@@ -51,28 +86,38 @@ def communication(
             # It belongs to the steps of a ring, which `ring_seconds` prices.
             rings = True
             continue
-        took = seconds_in(groups[transfer.axes], transfer)
-        overlaps = _overlaps_arithmetic(transfer, part, step, shape)
-        found.overlapping += overlaps * took
-        found.exposed[part] += (1 - overlaps) * took
+        group = groups[transfer.axes]
+        took = seconds_in(group, transfer)
+        if part != DATA:
+            found[part] += took
+            continue
+        overlaps = _overlaps_arithmetic(transfer, step, shape)
+        if transfer.axes == (REPLICA,) and overlaps:
+            found[BESIDE] += took
+            continue
+        found[BY_LAYER] += overlaps * took
+        found[BY_LAYER_ONE_CARD] += overlaps * took * over_one_card(group)
+        leaves_site = group.sites > 1
+        found[BETWEEN_SITES] += (1 - overlaps) * leaves_site * took
+        found[ONCE] += (1 - overlaps) * (1 - leaves_site) * took
     if rings:
-        found.exposed[CONTEXT] += ring_seconds(step, shape, cluster)
+        found[CONTEXT] += ring_seconds(step, shape, cluster)
     for transfer in merge_calls(_further_rounds(step, transfers)):
-        found.exposed[EXPERT] += seconds_in(groups[transfer.axes], transfer)
+        found[EXPERT] += seconds_in(groups[transfer.axes], transfer)
     # A rank that branches takes part in the collectives of its own units only, not in those of every tick.
-    for axis in found.exposed.keys() & FAST:
-        found.exposed[axis] *= step.runs.own
-    return found
+    for axis in found.keys() & FAST:
+        found[axis] *= step.runs.own
+    return Communication(found)
 
 
 def communicating(m: ModelConfig) -> tuple[str, ...]:
-    """Return the parts of a step in which devices communicate."""
+    """Return the parts of a step in which devices communicate, but for weights and gradients."""
     if m.traits.routed:
-        return (CONTEXT, EXPERT, MODEL, PIPELINE, DATA)
-    return (CONTEXT, MODEL, PIPELINE, DATA)
+        return (CONTEXT, EXPERT, MODEL, PIPELINE)
+    return (CONTEXT, MODEL, PIPELINE)
 
 
-def _further_rounds(step: Step, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
+def _further_rounds(step: Sending, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
     """Yield the all-to-alls of the rounds after the first one, which are not among `transfers`.
 
     Their number is not known, so that it is assumed here.
@@ -85,7 +130,7 @@ def _further_rounds(step: Step, transfers: Iterable[Transfer]) -> Iterator[Trans
         yield replace(transfer, calls=transfer.calls * times, elements=transfer.elements * (times * further / first))
 
 
-def _overlaps_arithmetic(transfer: Transfer, part: str, step: Step, shape: Mapping[str, Numbers]) -> Numbers:
+def _overlaps_arithmetic(transfer: Transfer, step: Sending, shape: Mapping[str, Numbers]) -> Numbers:
     """Return whether a transfer carries weights or gradients of one layer while another layer computes."""
     parallel = step.config.parallel
     if transfer.axes == (REPLICA,):
@@ -93,4 +138,4 @@ def _overlaps_arithmetic(transfer: Transfer, part: str, step: Step, shape: Mappi
         # during the next step.
         return parallel.delayed_gradients and transfer.what in (BETWEEN_REPLICAS, SECOND_FACTORS)
     once_per_layer = transfer.calls * shape[PIPELINE] >= step.config.model.layers
-    return once_per_layer * (part == DATA and parallel.zero >= 2)
+    return once_per_layer * (parallel.zero >= 2)

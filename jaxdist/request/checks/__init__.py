@@ -1,6 +1,17 @@
 """Check what a single knob cannot: whether knobs fit each other, the files of this machine, and the mesh."""
 
-from jaxdist.request.checks import adapters, crossing, experts, files, mesh, model, pipeline, sequence, training
+from jaxdist.request.checks import (
+    adapters,
+    crossing,
+    experts,
+    files,
+    mesh,
+    model,
+    pipeline,
+    preferences,
+    sequence,
+    training,
+)
 from jaxdist.request.checks.files import check_output, check_output_folder, check_picture
 from jaxdist.request.checks.mesh import Enough, check_mesh_fits, fits, fitting
 from jaxdist.request.checks.registry import CHECKS, problems
@@ -21,6 +32,7 @@ __all__ = [
     "mesh",
     "model",
     "pipeline",
+    "preferences",
     "problems",
     "sequence",
     "training",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from jaxdist.config import Config, ModelConfig, RequestError, lora
 from jaxdist.config.lora_targets import parse
 from jaxdist.config.matmuls import matmuls_of
+from jaxdist.config.quantized import BLOCK, block_of
 from jaxdist.config.stacks import stacks_of
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import remedy
@@ -41,6 +42,32 @@ def _rank(config: Config) -> Iterator[str]:
         yield (
             f"model.lora_rank {model.lora_rank} is more than model.embed {model.embed}, the rank of any weight beside "
             f"which an adapter could be; lower it to at most {model.embed}"
+        )
+
+
+@check("model.family", "model.lora_rank", "model.dense_layers")
+def _beside_several_forms(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.frozen and model.traits.forms:
+        yield (
+            f"model.lora_rank is {model.lora_rank}, but model.dense_layers {model.dense_layers} gives layers several "
+            f"forms, beside which adapters are neither read nor written; set model.lora_rank to 0"
+        )
+
+
+@check("model.lora_base", "model.lora_rank", "model.family", "model.embed")
+def _quantized(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.images or not model.stored_form:
+        return
+    asked = f"model.lora_base is {model.lora_base}"
+    instead = remedy("model.lora_base to bfloat16")
+    if any(stack.traits.routed for stack in stacks_of(model).values()):
+        yield f"{asked}, but model.family {model.family} has experts, whose weights are not quantized; {instead}"
+    elif model.embed % block_of(model.embed) or model.embed % 2:
+        yield (
+            f"{asked}, whose blocks are {BLOCK} numbers along model.embed, but that is {model.embed}, which is not a "
+            f"multiple of {BLOCK}; {instead}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxdist.config import Config, ModelConfig, RequestError
+from jaxdist.config import FAMILIES, Config, ModelConfig, RequestError
 from jaxdist.mesh import DATA, EXPERT
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import closest, divisors, multiples, remedy, to
@@ -20,6 +20,53 @@ def _chosen(config: Config) -> Iterator[str]:
         yield (
             f"model.experts_per_token {model.experts_per_token} is more than model.experts {model.experts}; "
             + remedy(to("model.experts_per_token", [model.experts]), to("model.experts", [model.experts_per_token]))
+        )
+
+
+@check("model.family", "model.dense_layers", "model.layers")
+def _some_have_experts(config: Config) -> Iterator[str]:
+    model = config.model
+    if FAMILIES[model.family].routed and model.dense_layers >= model.layers:
+        yield (
+            f"model.dense_layers {model.dense_layers} leaves no layer with experts of model.layers {model.layers}; "
+            + remedy(to("model.dense_layers", [model.layers - 1]), to("model.layers", [model.dense_layers + 1]))
+        )
+
+
+@check(
+    "model.family",
+    "model.experts",
+    "model.experts_per_token",
+    *("model.router_group_score", "model.router_groups", "model.router_groups_kept"),
+)
+def _groups(config: Config) -> Iterator[str]:
+    model = config.model
+    if not FAMILIES[model.family].routed or model.router_group_score == "none":
+        return
+    groups = model.router_groups
+    size, rest = divmod(model.experts, groups)
+    if rest:
+        yield f"model.experts {model.experts} does not divide by model.router_groups {groups}; " + remedy(
+            to("model.router_groups", closest(divisors(model.experts), groups)),
+            to("model.experts", multiples(groups, model.experts)),
+        )
+        return
+    if model.router_group_score == "best-two" and size < 2:
+        yield (
+            f"model.router_group_score best-two adds the two best scores of a group, and each of model.router_groups "
+            f"{groups} has 1 expert; set model.router_groups to at most {max(1, model.experts // 2)}"
+        )
+    if model.router_groups_kept > groups:
+        yield (
+            f"model.router_groups_kept {model.router_groups_kept} is more than model.router_groups {groups}; "
+            + remedy(to("model.router_groups_kept", [groups]))
+        )
+    elif model.router_groups_kept * size < model.experts_per_token:
+        enough = -(-model.experts_per_token // size)
+        yield (
+            f"model.router_groups_kept {model.router_groups_kept} leaves {model.router_groups_kept * size} experts to "
+            f"choose from, and model.experts_per_token is {model.experts_per_token}; "
+            + remedy(to("model.router_groups_kept", [enough]))
         )
 
 

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxdist.config import Config, RequestError
+from jaxdist.config import Config, DataConfig, RequestError
 from jaxdist.data.naming.training_paths import training_tokens
 from jaxdist.files.reasons import reason
 from jaxdist.request.checks.registry import check
@@ -19,14 +19,28 @@ BYTE_LEVEL_VOCAB = 257
 """Fewest entries of a byte-level tokenizer: one for each byte, and the end-of-text token."""
 
 
+OF_ROWS = ("text", "on_error", "form", "learn", "long")
+"""Knobs of `data` that only some data use."""
+
+
 @check(
-    "model.family", "data.path", "data.mixture", "data.tokenizer", "data.validation_path", "data.text", "data.on_error"
+    "model.family",
+    "data.path",
+    "data.mixture",
+    "data.tokenizer",
+    "data.validation_path",
+    "data.text",
+    "data.on_error",
+    "data.form",
+    "data.learn",
+    "data.long",
 )
 def _files(config: Config) -> Iterator[str]:
     data = config.data
-    named = data.path or data.mixture or data.tokenizer or data.validation_path or data.text != "text" or data.skips
+    named = any((data.path, data.mixture, data.tokenizer, data.validation_path))
+    default = DataConfig()
     # Images are checked when they are opened.
-    if config.model.images or not named:
+    if config.model.images or not (named or any(getattr(data, knob) != getattr(default, knob) for knob in OF_ROWS)):
         return
 
     # This module reads only the first bytes of the files, and does not import numpy.

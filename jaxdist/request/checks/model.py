@@ -9,7 +9,7 @@ from jaxdist.config import Config, ModelConfig
 from jaxdist.config.matmuls import matmuls_of
 from jaxdist.config.model import SIZES
 from jaxdist.config.stacks import stacks_of
-from jaxdist.output.units import closest, divisors, multiples, remedy, to
+from jaxdist.output.units import closest, counted, divisors, multiples, remedy, to
 from jaxdist.request.checks.registry import check
 
 MOST_PARAMETERS = 2**44
@@ -60,7 +60,7 @@ def head_counts(model: ModelConfig, ways: int = 1) -> list[int]:
 
 def _has_head_dim(model: ModelConfig) -> bool:
     """Return whether the request gives the size of a head, to a family that uses it."""
-    return model.traits.rotary and model.head_dim > 0
+    return model.traits.rotary and (model.head_dim > 0 or model.kv_latent > 0)
 
 
 @check("model.family", "model.embed", "model.heads", "model.head_dim")
@@ -73,7 +73,7 @@ def _heads(config: Config) -> Iterator[str]:
 @check("model.family", "model.embed", "model.heads", "model.head_dim")
 def _rotary(config: Config) -> Iterator[str]:
     model = config.model
-    if not model.traits.rotary:
+    if not model.traits.rotary or model.kv_latent:
         return
     if model.head_dim:
         if model.head_dim % 2:
@@ -88,6 +88,83 @@ def _rotary(config: Config) -> Iterator[str]:
             f"model.embed {model.embed} in {model.heads} model.heads makes heads of size {size}, but the rotary "
             f"positions of {model.family} rotate pairs and need an even size; {_other_heads(model)}"
         )
+
+
+@check("model.family", "model.embed", "model.heads", "model.head_dim", "model.rotary_fraction")
+def _turned(config: Config) -> Iterator[str]:
+    model = config.model
+    if not model.traits.rotary or model.rotary_fraction == 1 or model.kv_latent:
+        return
+    if model.turned_size < 2 or model.turned_size % 2:
+        yield (
+            f"model.rotary_fraction {model.rotary_fraction:g} of heads of size {model.head_size} are "
+            f"{model.turned_size} dims, but rotary positions rotate pairs; take 2 / {model.head_size} or a multiple "
+            f"of it"
+        )
+
+
+@check(
+    "model.family",
+    *(f"model.{knob}" for knob in ("kv_latent", "rope_dim", "heads", "kv_heads", "qkv_bias", "qk_norm", "sinks")),
+    *("model.rotary_fraction", "model.lora_rank"),
+)
+def _latent_attention(config: Config) -> Iterator[str]:
+    model = config.model
+    if not (model.traits.rotary and model.kv_latent):
+        return
+    has = f"model.kv_latent {model.kv_latent} makes keys and values of one latent vector, "
+    if model.rope_dim % 2 or not model.rope_dim:
+        yield (
+            f"model.rope_dim is {model.rope_dim}, but rotary positions rotate pairs, and latent attention turns these "
+            f"dims alone; " + remedy(to("model.rope_dim", multiples(2, near=model.rope_dim) or [2]))
+        )
+    if model.key_value_heads != model.heads:
+        yield (
+            f"{has}for each of model.heads {model.heads}, but model.kv_heads is {model.kv_heads}; leave it out, "
+            f"which means as many"
+        )
+    given = []
+    if model.qkv_bias:
+        given.append("model.qkv_bias true")
+    if model.qk_norm != "none":
+        given.append(f"model.qk_norm {model.qk_norm}")
+    if model.sinks:
+        given.append("model.sinks true")
+    if model.rotary_fraction != 1:
+        given.append(f"model.rotary_fraction {model.rotary_fraction:g}")
+    if given:
+        yield f"{has}and knows no {' and no '.join(given)}; leave it out"
+    if model.frozen:
+        yield (
+            f"{has}and its weights have no adapters, but {model.frozen_by} asks for some; set model.lora_rank to 0, "
+            f"or take a model with model.kv_latent 0"
+        )
+
+
+@check("model.family", "model.activation", "model.gate")
+def _clamped(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.traits.activation == "clamped-swiglu" and not model.traits.gated:
+        yield "model.activation clamped-swiglu is of a gate and of what it gates, and model.gate is off; set it to on"
+
+
+@check("model.family", "model.activation", "model.gate", "model.mlp_bias", "model.shared_experts")
+def _experts_are_gated(config: Config) -> Iterator[str]:
+    model = config.model
+    if not model.traits.routed:
+        return
+    given = []
+    if not model.traits.gated:
+        given.append("model.gate off")
+    if model.traits.activation == "xielu":
+        given.append("model.activation xielu")
+    if model.mlp_bias and model.shared_experts:
+        yield (
+            f"model.mlp_bias is true, and experts that all tokens share have none, but "
+            f"model.shared_experts is {model.shared_experts}; set one of them to its default"
+        )
+    if given:
+        yield f"model.family {model.family} has experts, whose MLPs have no {' and no '.join(given)}; leave it out"
 
 
 def _other_heads(model: ModelConfig) -> str:
@@ -108,6 +185,19 @@ def _yarn(config: Config) -> Iterator[str]:
         yield (
             "model.rope_theta is 1, with which all pairs of a head turn equally fast, but model.rope_scaling yarn "
             "tells them apart by how fast they turn; set model.rope_theta above 1, or model.rope_scaling to linear"
+        )
+
+
+@check("model.family", "model.rope_scaling", "model.embed", "model.heads", "model.head_dim")
+def _longrope(config: Config) -> Iterator[str]:
+    model = config.model
+    numbers = len(model.rope.short)
+    # Of a head that is turned in part (Phi-4 mini), of that part.
+    pairs = model.turned_size // 2
+    if model.traits.rotary and model.rope.kind == "longrope" and numbers != pairs:
+        yield (
+            f"model.rope_scaling longrope has {counted(numbers, 'number')} in short and in long, but a head "
+            f"of {model.turned_size} turned dims has {counted(pairs, 'pair')}; give one for each of them"
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from jaxdist.config import Config
 from jaxdist.config.pipeline import SCHEDULES
+from jaxdist.config.stacks import why_no_stages
 from jaxdist.mesh import DATA, MODEL, PIPELINE
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted, remedy, to
@@ -18,6 +19,12 @@ def _to_1f1b(config: Config) -> str:
     if config.pipeline.virtual_stages > 1:
         return "pipeline.schedule to 1f1b and leave pipeline.virtual_stages out"
     return "pipeline.schedule to 1f1b"
+
+
+@fit("model.family", "model.dense_layers", "model.layers")
+def _layers_of_one_form(split: Split) -> Iterator[str]:
+    if split.pipelined and (problem := why_no_stages(split.config.model)):
+        yield problem
 
 
 @check("pipeline.schedule", "pipeline.virtual_stages", "model.remat")

@@ -245,6 +245,9 @@ class Checkpoints:
 
     def _check_optimizer(self, found: Found, abstract: TrainState) -> None:
         """Raise `RequestError` for a step whose optimizer state has other arrays."""
+        if set(array_shapes(abstract.params)) - set(found.store.shapes(found.step, "params")):
+            # Parameters of another model are named when they are read.
+            return
         training = found.store.shapes(found.step, "training")
         there = {name for name in training if name.startswith(OPTIMIZER)}
         here = set(array_shapes({OPTIMIZER.rstrip("."): abstract.optimizer}))

@@ -196,7 +196,7 @@ class OrbaxWriter:
             more = f", and {len(different) - LISTED} more"
         raise RequestError(
             f"checkpoint {path} does not fit this model: {', '.join(different[:LISTED])}{more}; "
-            f"use the [model] section of its config.toml"
+            f"give the model that was trained there (the [model] section of its config.toml, if it has one)"
         )
 
     def _seal(self, step: int, expected: dict[str, Shapes], given_up: threading.Event) -> None:

@@ -52,7 +52,7 @@ TIME = Rule("seconds since 1970", lambda value: is_number(value) and 0 <= value 
 BASELINE = object_of("an object with nats, name and unit", {"nats": NUMBER, "name": WORD, "unit": WORD})
 BASE_FACT = object_of("an object with a path and a digest", {"path": PATH, "digest": WORD})
 
-RUN_FACTS: Rules = {"steps": COUNT, "data": TEXT, "best": NUMBER | NULL, "baseline": BASELINE}
+RUN_FACTS: Rules = {"steps": COUNT, "data": TEXT, "best": NUMBER | NULL, "baseline": BASELINE | NULL}
 """The facts that a run relies on when it resumes, beside the `step`, which every saved step has."""
 
 OTHER_FACTS: Rules = {

@@ -14,7 +14,7 @@ from jaxdist.models.decoder import Aux
 from jaxdist.parallel import sink, zero
 from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.placement import differentiated
-from jaxdist.sharding import wide
+from jaxdist.sharding import OfRows, wide
 from jaxdist.training.forward.base import ForwardBase
 from jaxdist.training.forward.step import Batch, Summed, Sums
 
@@ -38,10 +38,15 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
     def loss(
         self, weights: Params, sinks: Params | None, variables: Params, parts: Batch, step: Int[Array, ""] | None
     ) -> Outcome:
-        """Return the outcome of one or more micro-batches; from stage 2 on, gradients go to `sinks`.
+        """Return the outcome of one or more micro-batches; gradients that are not `reduced_last` go to `sinks`.
 
         `step` None means evaluation.
         """
+
+    @property
+    def reduced_last(self) -> bool:
+        """Whether gradients are reduced once, after the last micro-batch; otherwise where they are made."""
+        return self.stage < 2
 
     def weights(self, params: Params) -> Params:
         """Return the parameters in the compute dtype. Below stage 3 they are gathered here, once per step.
@@ -57,10 +62,10 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
         """Return loss and gradients, summed over all micro-batches and devices; gradients wait for `zero.cross`.
 
-        Below stage 2 gradients are reduced once, after the last micro-batch; from stage 2 on in every layer's backward
-        pass. Aux are few numbers, and always reduced at the end.
+        Those that are not `reduced_last` are reduced in every layer's backward pass. Aux are few numbers, and always
+        reduced at the end.
         """
-        make = self._reduce_at_the_end if self.stage < 2 else self._reduce_in_layers
+        make = self._reduce_at_the_end if self.reduced_last else self._reduce_in_layers
         loss, grads, variables, further, aux = make(weights, variables, batch, step)
         aux = jax.tree.map(zero.reduce, self.aux_places, aux)
         return loss, grads, variables, further, aux
@@ -73,10 +78,10 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
     def accumulators(self, weights: Params) -> Params:
         """Return zeros that the gradients of all micro-batches are added to, in f32 or wider; frozen weights have none.
 
-        At stages 0 and 1 they are laid out as the weights in use, whole over their ZeRO group; from stage 2 on as
+        For gradients that are `reduced_last` they lie as the weights in use, whole over their ZeRO group; otherwise as
         reduced gradients.
         """
-        if self.stage < 2:
+        if self.reduced_last:
             learning = differentiated(self.places, weights)
             return jax.tree.map(zero.partial_sums, self.differentiated_places, learning)
         dtype = wide(self.dtype)
@@ -133,7 +138,12 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
         # The loss is accumulated in f32, whatever the compute dtype.
         zero = jnp.zeros((), wide(self.dtype))
         ((loss, grads), variables), sums = jax.lax.scan(add, ((zero, zeros), variables), groups)
-        further, aux = jax.tree.map(lambda a: a.sum(0), sums)
+
+        def total(a: Array | OfRows) -> Array | OfRows:
+            # The rows of each micro-batch stay apart.
+            return a if isinstance(a, OfRows) else a.sum(0)
+
+        further, aux = jax.tree.map(total, sums, is_leaf=lambda a: isinstance(a, OfRows))
         return loss, grads, variables, further, aux
 
 

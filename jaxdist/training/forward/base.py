@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Generic
+from functools import cached_property, partial
+from typing import Generic, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,17 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config import Config
 from jaxdist.models import Model, ModelT, Params
+from jaxdist.models.adapters import without_adapters
 from jaxdist.models.decoder import Aux
 from jaxdist.parallel import zero
 from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.placement import Placements, differentiated
 from jaxdist.parallel.vocabulary import Vocabulary
-from jaxdist.sharding import Tree, wide
+from jaxdist.sharding import Layout, Tree, wide
 from jaxdist.training.forward import balance
+from jaxdist.training.forward.objective import CROSS_ENTROPY, REFERENCE, Objective
+from jaxdist.training.forward.preferences import Preferences
 from jaxdist.training.forward.step import Batch, Further
 
 
@@ -36,11 +40,16 @@ class ForwardOptions:
     dropout: bool = False
     seed: int = 0
     """Seed of dropout."""
+    objective: Objective = CROSS_ENTROPY
+    """What they are trained for."""
 
     @classmethod
     def of(cls, config: Config, dtype: DTypeLike) -> ForwardOptions:
         """Return what a configuration asks for, in this compute dtype."""
-        return cls(dtype, config.model.remat, config.model.drops, config.train.seed)
+        objective: Objective = CROSS_ENTROPY
+        if config.train.learns_pairs:
+            objective = Preferences(config.train.dpo_beta)
+        return cls(dtype, config.model.remat, config.model.drops, config.train.seed, objective)
 
 
 PLAIN = ForwardOptions()
@@ -51,6 +60,7 @@ class ForwardBase(Generic[ModelT]):
     """The common part of every `Forward`. A subclass sets the attributes and computes loss and gradients."""
 
     model: ModelT
+    layout: Layout
     places: Placements
     abstract: Params
     """Shapes and dtypes of the parameters, as the step holds them."""
@@ -64,6 +74,8 @@ class ForwardBase(Generic[ModelT]):
     dropout: bool = False
     seed: int = 0
     """Seed of dropout."""
+    objective: Objective = CROSS_ENTROPY
+    """What a decoder is trained for."""
 
     @property
     def axes(self) -> Tree:
@@ -117,13 +129,48 @@ class ForwardBase(Generic[ModelT]):
         return jax.tree.map(zero.gather_replicas, part_of(self.places, params), self.cast(params))
 
     def count(self, batch: Batch) -> Int[Array, ""]:
-        """Return the number that sums over `batch` are divided by; by default, its labels that count."""
-        return count_labels(batch)
+        """Return the number that sums over `batch` are divided by; by default, what the objective counts."""
+        return self.objective.count(batch)
 
     @property
     def has_layer_losses(self) -> bool:
         """Whether layers add losses of their own, means over all positions, to the cross-entropy (`balance`)."""
         return isinstance(self.model, Model) and bool(self.model.aux_shapes)
+
+    def with_reference(self, weights: Params, batch: Batch) -> Batch:
+        """Return `batch` with the log-probabilities that the objective refers to, if it does, and they are not there.
+
+        They are those of the same weights without adapters: of the frozen base, from which these began.
+        """
+        if not self.objective.refers or REFERENCE in batch:
+            return batch
+        frozen = jax.tree.map(jax.lax.stop_gradient, without_adapters(weights))
+        reference = -self.base.row_losses(frozen, batch)
+        tokens = batch["tokens"]
+        if self.layout.platform == "cpu":
+            # The loops of this pass and of the next must not run at once, as `region.after` says.
+            never = (reference != reference) & (reference == 0)
+            never = jnp.broadcast_to(never[..., None], tokens.shape, out_sharding=jax.typeof(tokens).sharding)
+            tokens = jnp.where(never, 0, tokens)
+        return batch | {REFERENCE: reference, "tokens": tokens}
+
+    @cached_property
+    def base(self) -> ForwardBase[Model]:
+        """The forward pass of the frozen weights alone; only a decoder with adapters has one."""
+        assert isinstance(self.model, Model)
+        assert self.model.base is not None
+        found = cast("ForwardBase[Model]", copy.copy(self))
+        # What was made once for this model is made again.
+        of_class = type(self)
+        for name in [name for name in vars(found) if isinstance(getattr(of_class, name, None), cached_property)]:
+            del vars(found)[name]
+        found.model = self.model.base()
+        found.places = without_adapters(self.places)
+        return found
+
+    def row_losses(self, weights: Params, batch: Batch) -> Float[Array, "k B"]:
+        """Return the loss in nats of each row of `batch`, summed over its labels; a decoder has one."""
+        raise NotImplementedError
 
     def positions(self, batch: Batch) -> int | None:
         """Return the tokens of `batch`, by which gradients are divided where layers have losses; None for `count`."""
@@ -165,11 +212,6 @@ def made_at_rest(make: Callable[[Key[Array, ""]], Params], places: Placements, k
     # Inside `auto_axes` the initializers need not know the mesh: only their results get a layout.
     held = jax.tree.map(lambda p: p.held, places)
     return jax.sharding.auto_axes(make, out_sharding=held)(key)
-
-
-def count_labels(batch: Batch) -> Int[Array, ""]:
-    """Return the number of labels that count: those that are not negative."""
-    return jnp.sum(batch["labels"] >= 0)
 
 
 def count_rows(batch: Batch) -> Int[Array, ""]:

@@ -19,12 +19,13 @@ from jaxtyping import Array, Float, Int
 from jaxdist.config import ModelConfig
 from jaxdist.config.model import Kind
 from jaxdist.config.stacks import stacks_of
-from jaxdist.mesh.split import heads_of
+from jaxdist.mesh.split import cached_heads_of
 from jaxdist.models import Params, Stack, build_decoder
 from jaxdist.models.attention import causal_attention
 from jaxdist.models.decoding import Cache, attend_to_slots, slots_of, tokens_in
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.scores import Scores
+from jaxdist.models.sinks import Sinks, with_sinks
 from jaxdist.parallel import placing, region, zero
 from jaxdist.parallel.context import Starts, join_over
 from jaxdist.parallel.pipeline.relay import Place, relay
@@ -146,8 +147,10 @@ class CachedForward:
         def layer(stack: Stack, w: Params, x: jax.Array, caches: Caches, place: Place) -> tuple[jax.Array, Caches]:
             kind = stack.kinds[place.kind]
 
-            def attend(scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
-                found = causal_attention(self.inner, scores, q, k, v, starts)
+            def attend(
+                scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Sinks = None
+            ) -> tuple[jax.Array, Cache]:
+                found = causal_attention(self.inner, scores, q, k, scores.values(k, v), starts, sinks)
                 return found, Cache(*(_taken(a, sources[kind]) for a in (k, v)))
 
             x, made = self.model.block_with(self._in_use(stack.of(self.layer_places), w), x, inputs, attend, kind)
@@ -181,12 +184,16 @@ class CachedForward:
                 at = to.at[place.chunk, place.of_kind, rows, slot]
                 return at.set(new[:, 0], mode="drop", wrap_negative_indices=False)
 
-            def attend(scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
+            def attend(
+                scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Sinks = None
+            ) -> tuple[jax.Array, Cache]:
                 cache = caches[place.kind]
                 written = Cache(write(cache.k, k), write(cache.v, v))
                 own_k, own_v = (a[place.chunk, place.of_kind] for a in written)
+                own_v = scores.values(own_k, own_v)
                 found = attend_to_slots(scores, q, own_k, own_v, held[kind], positions)
-                return join_over(self.inner.split(SLOTS), found).out.astype(q.dtype), written
+                found = with_sinks(join_over(self.inner.split(SLOTS), found), sinks)
+                return found.out.astype(q.dtype), written
 
             x, cache = self.model.block_with(self._in_use(stack.of(self.layer_places), w), x, inputs, attend, kind)
             return x, _replaced(caches, place.kind, cache)
@@ -255,7 +262,7 @@ class CachedForward:
 
     def _empty(self, rows: int) -> Caches:
         """Return this device's part of caches of zeros, for a number of rows of its own."""
-        heads = heads_of(self.config, self.layout.parts("heads"))
+        heads = cached_heads_of(self.config, self.layout.parts("heads"))
         axes = [axis for name in (STAGES, BATCH, SLOTS, "heads") for axis in self.layout.split(name)]
 
         def empty(stages: Stages, number: int, kind: Kind) -> Cache:
@@ -285,7 +292,8 @@ def _as_chunk(a: jax.Array) -> jax.Array:
 
 def _taken(a: Float[Array, "R T ..."], source: Int[Array, "B S"]) -> Float[Array, "B S ..."]:
     """Return for each row the tokens `source`, counted row by row."""
-    return a.reshape(-1, *a.shape[2:])[source]
+    rows, length, *rest = a.shape
+    return a.reshape(rows * length, *rest)[source]
 
 
 def _replaced(caches: Caches, kind: int, cache: Cache) -> Caches:

@@ -60,6 +60,7 @@ class DecoderForward(AccumulatingForward[Model]):
         self.dtype = options.dtype
         self.dropout = options.dropout
         self.seed = options.seed
+        self.objective = options.objective
         self.stage = zero.stage
         self.inside = inside
         self.vocabulary = Vocabulary(layout, model.vocab)
@@ -105,16 +106,17 @@ class DecoderForward(AccumulatingForward[Model]):
     def loss(
         self, weights: Params, sinks: Params | None, variables: Params, parts: Batch, step: Int[Array, ""] | None
     ) -> Outcome:
-        """Return the loss in nats, summed over the labels of k micro-batches; without a `step` there is no dropout."""
+        """Return the loss of k micro-batches, summed; without a `step` there is no dropout."""
         keys = None
         if self.dropout and step is not None:
             keys = self.dropout_keys(parts["rows"], step)
+        parts = self.with_reference(weights, parts)
         weights = self._gather_tops(weights, sinks)
         x, aux = self.hidden(weights, sinks, parts["tokens"], BlockInputs(keys, parts.get("starts")))
-        loss = self.model.loss(self.cast(weights), x, parts["labels"])
+        loss, further = self.objective.sums(self.model, self.layout, self.cast(weights), x, parts)
         if "weight" in parts:
             loss = weighed(loss, parts["weight"][0])
-        return loss, variables, {}, {name: aux[name] for name in self.aux_places}
+        return loss, variables, dict(further), {name: aux[name] for name in self.aux_places}
 
     def row_losses(self, weights: Params, batch: Batch) -> Float[Array, "k B"]:
         """Return the loss in nats of each row of `batch`, summed over its labels, without dropout."""

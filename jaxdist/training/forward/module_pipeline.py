@@ -23,6 +23,7 @@ from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.sharding import Layout, Tree, named, wide
 from jaxdist.training.forward.base import ForwardOptions, count_rows
 from jaxdist.training.forward.module import Scope
+from jaxdist.training.forward.objective import ScalarSums
 from jaxdist.training.forward.pipeline import StagedForward
 from jaxdist.training.forward.step import Batch, Sums
 
@@ -109,7 +110,7 @@ class ModulePipelineForward(StagedForward[Foreign]):
     def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Sums]:
         """Return (summed loss, further sums), with the module in evaluation mode."""
         executor = replace(self.executor(batch), program=self._program(train=False))
-        return executor.loss(weights, batch), {}
+        return executor.loss(weights, batch)
 
     def _program(self, train: bool) -> Program:
         block_graph = nnx.graphdef(_as_staged(self.model.merge(self.model.abstract, {}, train)).blocks)
@@ -137,12 +138,12 @@ class ModulePipelineForward(StagedForward[Foreign]):
         def layer(w: Params, x: jax.Array, part: Batch, number: jax.Array) -> tuple[jax.Array, Tree]:
             return call(merge_block, w, lambda block: block(x)), {}
 
-        def loss(tops: Params, x: jax.Array, part: Batch) -> jax.Array:
+        def loss(tops: Params, x: jax.Array, part: Batch) -> tuple[jax.Array, ScalarSums]:
             def use(module: nnx.Module) -> Any:
                 return _as_staged(module).head(x, cast(part, self.dtype))
 
             mean = mean_over_rows(call(merge_module, self._with_blocks(tops), use))
-            return x.shape[0] * mean.astype(wide(mean.dtype))
+            return x.shape[0] * mean.astype(wide(mean.dtype)), {}
 
         return Program(embed, [layer], loss)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
@@ -48,6 +49,30 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         return config.learning_rate * (count + 1) / (warmup + 1)
 
     return optax.join_schedules([rise, after], [warmup])
+
+
+class RateTable:
+    """The learning rate by update on the host, in tables that a device computes now and then.
+
+    A schedule is a program of its own: one for each step would queue behind the step that is on its way, and the host
+    would wait for both before it gives the device the next one.
+    """
+
+    rows = 4096
+    """Updates of a table."""
+
+    def __init__(self, rate: optax.Schedule):
+        self._compute = jax.jit(jax.vmap(rate))
+        self._number = -1
+        self._rates = np.zeros(0)
+
+    def __call__(self, update: int) -> float:
+        """Return the learning rate of the update that has so many before it."""
+        number, row = divmod(update, self.rows)
+        if number != self._number:
+            self._rates = np.asarray(self._compute(np.arange(self.rows, dtype=np.int32) + number * self.rows))
+            self._number = number
+        return float(self._rates[row])
 
 
 def _adamw(config: OptimizerConfig, rate: optax.Schedule, roles: Params) -> optax.GradientTransformation:

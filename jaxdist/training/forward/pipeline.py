@@ -9,6 +9,7 @@ from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import reshard
 from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.mesh.split import saved_by_layer
@@ -27,8 +28,15 @@ from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import LAYERS, STAGES, Layout, Tree
 from jaxdist.training.forward.balance import weighed
 from jaxdist.training.forward.base import ForwardBase, ForwardOptions, made_at_rest
+from jaxdist.training.forward.objective import ScalarSums
 from jaxdist.training.forward.remat import recompute
 from jaxdist.training.forward.step import Batch, Summed, Sums
+
+Head = Callable[..., tuple[Array, ScalarSums]]
+"""What `Program.loss` is, where it makes an array."""
+
+NUMBER = "number"
+"""The array of a batch with the number of the micro-batch of each row."""
 
 
 class StagedForward(ForwardBase[ModelT], ABC):
@@ -59,6 +67,7 @@ class StagedForward(ForwardBase[ModelT], ABC):
         self.remat = options.remat
         self.dropout = options.dropout
         self.seed = options.seed
+        self.objective = options.objective
         self.stage = zero.stage
         self.abstract = stages.abstract(model.abstract)
         if isinstance(model, Model):
@@ -106,13 +115,10 @@ class StagedForward(ForwardBase[ModelT], ABC):
         return self.vocabulary.pad(params) if self.vocabulary else params
 
     def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
-        """Return (summed loss, its gradient in f32, variables, further sums, aux).
-
-        Variables and further sums are empty: a pipeline has neither.
-        """
-        batch = self.with_keys(batch, step)
-        loss, grads, aux = self.executor(batch).gradients(weights, batch)
-        return loss, grads, variables, {}, aux
+        """Return (summed loss, its gradient in f32, variables, further sums, aux); a pipeline has no variables."""
+        batch = self.with_keys(self.with_reference(weights, batch), step)
+        (loss, further), grads, aux = self.executor(batch).gradients(weights, batch)
+        return loss, grads, variables, further, aux
 
     @property
     def aux_places(self) -> Placements:
@@ -121,7 +127,8 @@ class StagedForward(ForwardBase[ModelT], ABC):
 
     def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Sums]:
         """Return (summed loss, further sums)."""
-        return self.executor(batch).loss(weights, batch), {}
+        batch = self.with_reference(weights, batch)
+        return self.executor(batch).loss(weights, batch)
 
     @property
     def uniform(self) -> bool:
@@ -170,23 +177,28 @@ class PipelineForward(StagedForward[Model]):
         return self.model.init(key)
 
     def row_losses(self, weights: Params, batch: Batch) -> Float[Array, "k B"]:
-        """Return the loss in nats of each row of `batch`, summed over its labels, without dropout; k must be 1."""
+        """Return the loss in nats of each row of `batch`, summed over its labels, without dropout."""
+        k = len(batch["labels"])
+        numbers = jnp.broadcast_to(jnp.arange(k)[:, None], batch["labels"].shape[:2])
+        batch = batch | {NUMBER: reshard(numbers, self.layout.activation("kB"))}
 
-        def head(tops: Params, x: Float[Array, "B s D"], part: Batch) -> Float[Array, "1 B"]:
-            return self.model.row_losses(self._with_blocks(tops), x[None], part["labels"][None])
+        def head(tops: Params, x: Float[Array, "B s D"], part: Batch) -> tuple[Float[Array, "k B"], ScalarSums]:
+            own = self.model.row_losses(self._with_blocks(tops), x[None], part["labels"][None])
+            # Each micro-batch has its own place in the sum over all of them.
+            return jnp.where(part[NUMBER][None] == jnp.arange(k)[:, None], own, 0), {}
 
         return self._output(weights, batch, head, "kB")
 
     def logits(self, weights: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
         """Return the logits of the next tokens, without dropout: one micro-batch through all stages."""
 
-        def head(tops: Params, x: Float[Array, "B s D"], part: Batch) -> Float[Array, "B S V"]:
-            return self.model.logits(self._with_blocks(tops), x)
+        def head(tops: Params, x: Float[Array, "B s D"], part: Batch) -> tuple[Float[Array, "B S V"], ScalarSums]:
+            return self.model.logits(self._with_blocks(tops), x), {}
 
         return self._output(weights, {"tokens": tokens[None]}, head, "BSV")
 
-    def _output(self, weights: Params, batch: Batch, head: Callable[..., Array], letters: str) -> Array:
-        """Return what `head(tops, x, micro-batch)`, in place of the loss, makes of the only micro-batch.
+    def _output(self, weights: Params, batch: Batch, head: Head, letters: str) -> Array:
+        """Return the sum of what `head(tops, x, micro-batch)`, in place of the loss, makes of all micro-batches.
 
         `letters` name the dims of that array, as in `Layout.activation`.
         """
@@ -229,9 +241,11 @@ class PipelineForward(StagedForward[Model]):
         ) -> tuple[Float[Array, "B s D"], Aux]:
             return self.model.block(w, x, inputs(part, number), kind)
 
-        def loss(tops: Params, x: Float[Array, "B s D"], part: Batch) -> Float[Array, ""]:
-            loss = self.model.loss(self._with_blocks(tops), x[None], part["labels"][None])
-            return weighed(loss, part["weight"][0]) if "weight" in part else loss
+        def loss(tops: Params, x: Float[Array, "B s D"], part: Batch) -> tuple[Float[Array, ""], ScalarSums]:
+            alone = jax.tree.map(lambda a: a[None], part)
+            layout = replace(self.layout, manual=True)
+            loss, further = self.objective.sums(self.model, layout, self._with_blocks(tops), x[None], alone)
+            return weighed(loss, part["weight"][0]) if "weight" in part else loss, further
 
         # A stage that is recomputed as a whole is recomputed by the executor.
         remat = recompute(saved_by_layer(self.remat, self.stage, pipelined=True))

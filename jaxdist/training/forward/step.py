@@ -27,7 +27,7 @@ from jaxdist.parallel.crossing.base import Crossing
 from jaxdist.parallel.partial_trees import joined, part_of, without
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.placement import Placement, Placements, differentiated, trained
-from jaxdist.sharding import Tree, Weighted, scale_partial
+from jaxdist.sharding import OfRows, Tree, Weighted, scale_partial
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.optimizer import clip
 
@@ -37,12 +37,15 @@ Batch = Tree
 Further = dict[str, Float[Array, ""]]
 """What a loss function returns beside the loss, by name."""
 
-Sums = dict[str, Float[Array, ""] | Weighted]
+Sums = dict[str, Float[Array, ""] | Weighted | OfRows]
 """Sums of what a loss function returns beside the loss: each is divided by what the loss is, or by a weight of its own.
-"""
+Those of arrays with rows are not sums."""
 
 LOSS = "loss"
 """The name of the loss among such sums, where it is divided by a weight of its own."""
+
+AUX = "arrays with rows"
+"""The name of those among such sums."""
 
 Grads = Params
 """Gradients, nested as the parameters are."""
@@ -102,6 +105,10 @@ class Gradients(NamedTuple):
     """The variables after the batch."""
     further: Further
     """Means that the loss function returns beside the loss."""
+    sums: Aux = {}  # noqa: RUF012  # it is never changed in place
+    """Sums of the layers over all tokens, by which some parameters move that have no gradient."""
+    aux: Tree = None
+    """What the loss function returns beside the loss with `has_aux`: arrays [B, ...] of all rows of the batch."""
 
 
 class Forward(Protocol):
@@ -313,33 +320,28 @@ class Step:
         grads, crossing = self.crossing.add_up(self.differentiated, sums, state.crossing, state.step)
         aux = jax.tree.map(zero.cross, self.forward.aux_places, aux)
         further = further | self.forward.reported(aux, batch)
-        gradients = Gradients(grads, loss, count, variables, further)
+        gradients = Gradients(grads, loss, count, variables, further, aux)
         extra = {"value": loss} if self.takes_loss else {}
-        return self.taken(state, state._replace(crossing=crossing), gradients, aux, extra)
+        return self.taken(state, state._replace(crossing=crossing), gradients, extra)
 
     def differentiate(self, state: TrainState, batch: Batch) -> Gradients:
-        """Return the gradients that a step takes with `batch`; a model whose layers steer parameters has no such part.
-
-        Gradients cross the replicas exactly.
-        """
+        """Return what a step computes of `batch` before its update; gradients cross the replicas exactly."""
         state = to_device(state)
-        found = self.gradients(self.weights_of(state), state.variables, batch, state.step)
-        loss, grads, count, variables, further = found
-        return Gradients(grads, loss, count, variables, further)
+        return self.gradients(self.weights_of(state), state.variables, batch, state.step)
 
     def update(self, state: TrainState, gradients: Gradients, extra: dict[str, Any]) -> tuple[TrainState, Metrics]:
         """Take a step with these gradients; `extra` are further arguments of the optimizer's update."""
         state = to_device(state)
         if self.takes_loss:
             extra = {"value": gradients.loss, **extra}
-        state, metrics = self.taken(state, state, gradients, {}, extra)
+        state, metrics = self.taken(state, state, gradients, extra)
         return self.at_rest(state), metrics
 
     def taken(
-        self, state: TrainState, crossed: TrainState, gradients: Gradients, aux: Aux, extra: dict[str, Any]
+        self, state: TrainState, crossed: TrainState, gradients: Gradients, extra: dict[str, Any]
     ) -> tuple[TrainState, Metrics]:
         """Return `state` after a step; `crossed` is the same state after its gradients have crossed the replicas."""
-        updated, norm = self.updated(crossed, gradients.grads, aux, extra)
+        updated, norm = self.updated(crossed, gradients.grads, gradients.sums, extra)
         finite = jnp.isfinite(gradients.loss) & jnp.isfinite(norm)
         state = self.settled(state, updated._replace(variables=gradients.variables), finite)
         skipped = state.skipped, state.skipped_in_a_row
@@ -383,17 +385,15 @@ class Step:
             crossing=crossing,
         )
 
-    def gradients(
-        self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int = 0
-    ) -> tuple[Float[Array, ""], Grads, Int[Array, ""], Params, Further]:
-        """Return (mean loss, its gradient in f32, what it is a mean over, variables, further means).
-
-        All are over all micro-batches and devices. The gradient lies as the parameters do between steps; nothing of it
-        is compressed.
-        """
-        loss, sums, count, variables, further, _ = self._means(weights, variables, batch, step)
+    def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int = 0) -> Gradients:
+        """Return the loss and its gradient over all micro-batches and devices; nothing of them is compressed."""
+        loss, sums, count, variables, further, aux = self._means(weights, variables, batch, step)
         grads, _ = Crossing().add_up(self.differentiated, sums, None, jnp.asarray(step))
-        return loss, grads, count, variables, further
+        aux = jax.tree.map(zero.cross, self.forward.aux_places, aux)
+        of_rows: Any = further.pop(AUX, None)
+        further = further | self.forward.reported(aux, batch)
+        rows = None if of_rows is None else of_rows.arrays
+        return Gradients(grads, loss, count, variables, further, aux, rows)
 
     def _means(
         self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int
@@ -405,7 +405,9 @@ class Step:
         divisor = jnp.maximum(count, 1) if jnp.issubdtype(count.dtype, jnp.integer) else jnp.where(count == 0, 1, count)
         factor = 1 / divisor.astype(loss.dtype)
 
-        def mean(total: Array | Weighted) -> Array:
+        def mean(total: Array | Weighted | OfRows) -> Any:
+            if isinstance(total, OfRows):
+                return total
             return total.mean if isinstance(total, Weighted) else total * factor
 
         positions = self.forward.positions(batch)

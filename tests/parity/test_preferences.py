@@ -1,0 +1,156 @@
+"""Promise 1 for pairs of answers: the loss of a plain program, on any mesh, with and without adapters.
+
+The reference of a run with adapters is the model without them: here another model, which never had any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxdist import models
+from jaxdist.config import Config, ModelConfig, PipelineConfig, TrainConfig
+from jaxdist.config.lora import is_adapter
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.mesh.split import Split
+from jaxdist.parallel.placing import ZeroOptions
+from jaxdist.sharding import Layout, name_of
+from jaxdist.training.forward import base
+from jaxdist.training.forward.decoder import DecoderForward
+from jaxdist.training.forward.objective import REFERENCE
+from jaxdist.training.forward.preferences import dpo
+from tests.parity import cases
+
+BETA, RATE = 0.5, 0.3
+FULL = cases.LLAMA.model_copy(update=dict(layers=2))
+LORA = FULL.model_copy(update=dict(lora_rank=2))
+ROUTED = FULL.model_copy(update=dict(family="moe", experts=4, expert_mlp=32, balance_rate=0.0))
+"""Experts whose router nothing moves but its gradient, as in the plain program."""
+ADAPTED = ROUTED.model_copy(update=dict(lora_rank=2))
+MODELS = {"full": FULL, "lora": LORA, "experts": ROUTED, "experts beside adapters": ADAPTED}
+EMPTY = 5
+"""A pair without labels, as padding has none."""
+
+ROWS = [
+    ("1x1x1", FULL, 2, {}),
+]
+SLOW = [
+    ("1x1x1", LORA, 1, {}),
+    ("2x2x1", FULL, 2, dict(stage=3, sequence=True)),
+    ("2x2x1", LORA, 2, dict(stage=3)),
+    ("replica=2,data=2", LORA, 1, dict(stage=1)),
+    ("1x1x2", FULL, 4, dict(pipeline=PipelineConfig(schedule="1f1b"))),
+    ("1x1x2", LORA, 2, dict(stage=3, pipeline=PipelineConfig(schedule="zb-u"))),
+    ("context=2", FULL, 1, {}),
+    ("context=2,pipeline=2", LORA, 2, dict(stage=1, pipeline=PipelineConfig(schedule="1f1b"))),
+    ("data=2,expert=2", ROUTED, 2, dict(stage=3)),
+    ("expert=2", ADAPTED, 1, {}),
+]
+
+
+def batch(number: int, model: ModelConfig) -> dict[str, np.ndarray]:
+    """Rows of pairs with unequal numbers of labels, and log-probabilities that a full run refers to."""
+    tokens, labels = cases.rows(number)
+    labels[2 * EMPTY] = -1
+    arrays = dict(tokens=tokens, labels=labels)
+    if not model.frozen:
+        learned = (labels >= 0).sum(1)
+        noise = np.random.default_rng(number).normal(0, 2, len(tokens))
+        arrays[REFERENCE] = (-np.log(cases.VOCAB) * learned + noise).astype(np.float32)
+    return arrays
+
+
+def log_probabilities(model: ModelConfig, params: Any, rows: dict[str, np.ndarray]) -> jax.Array:
+    """The same of every row, from the logits of one device and nothing else of the library."""
+    split = Split(Config(model=model), parse_mesh("1x1x1"))
+    layout = Layout.of(split, make_mesh(parse_mesh("1x1x1"), jax.devices()[:1]))
+    forward = DecoderForward(models.build(model, layout), layout, ZeroOptions.of(split))
+    logits = jax.nn.log_softmax(forward.logits(params, jnp.asarray(rows["tokens"])))
+    labels = rows["labels"]
+    of_tokens = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+    return jnp.where(labels >= 0, of_tokens, 0).sum(1)
+
+
+def without_lora(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    return {name: without_lora(part) for name, part in tree.items() if name != "lora"}
+
+
+def moved(model: ModelConfig, path: Any, weight: jax.Array, gradient: jax.Array) -> jax.Array:
+    stays = model.frozen and not is_adapter(name_of(path))
+    return weight if stays else weight - RATE * gradient
+
+
+@cache
+def plain(name: str) -> cases.Outcome:
+    """A loop over steps of gradient descent; its gradients and weights are those of frozen parameters too."""
+    model = MODELS[name]
+
+    def loss(params: Any, rows: dict[str, np.ndarray]) -> Any:
+        log_p = log_probabilities(model, params, rows)
+        if model.frozen:
+            reference = log_probabilities(model.model_copy(update=dict(lora_rank=0)), without_lora(start), rows)
+        else:
+            reference = rows[REFERENCE]
+        counts = np.array([number for number in range(len(log_p) // 2) if number != EMPTY])
+        chosen, rejected = log_p[0::2][counts], log_p[1::2][counts]
+        margin = BETA * (chosen - rejected - (reference[0::2] - reference[1::2])[counts])
+        return -jnp.log(1 / (1 + jnp.exp(-margin))).mean()
+
+    with jax.set_mesh(make_mesh(parse_mesh("1x1x1"), jax.devices()[:1])):
+        start = params = jax.tree.map(jnp.asarray, cases.weights(model))
+        zeros = jax.tree.map(jnp.zeros_like, start)
+        take = jax.jit(jax.value_and_grad(loss))
+        losses, norms, gradients = [], [], []
+        for number in range(3):
+            value, gradient = take(params, batch(number, model))
+            losses.append(float(value))
+            learned = jax.tree.leaves(jax.tree.map_with_path(partial(moved, model), zeros, gradient))
+            norms.append(float(optax.tree.norm(learned)) / RATE)
+            gradients.append(gradient)
+            params = jax.tree.map_with_path(partial(moved, model), params, gradient)
+        return cases.Outcome(losses, norms, *jax.device_get((gradients[0], start, params)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "accumulation", "layout"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
+)
+def test_the_loss_is_that_of_a_plain_program(mesh, model, accumulation, layout, monkeypatch):
+    of = base.ForwardOptions.of
+    asked = TrainConfig(objective="dpo", dpo_beta=BETA)
+    monkeypatch.setattr(
+        base.ForwardOptions, "of", lambda config, dtype: of(config.model_copy(update={"train": asked}), dtype)
+    )
+    got = cases.train(mesh, accumulation, model, optax.sgd(RATE), batches=lambda number: batch(number, model), **layout)
+    wanted = plain(next(name for name, one in MODELS.items() if one == model))
+    assert cases.moved(got) > 0.01
+    assert jax.tree.leaves(got.gradient)
+    trained = {name: _like(getattr(got, name), getattr(wanted, name)) for name in ("gradient", "before", "after")}
+    cases.assert_equal(got, replace(wanted, **trained))
+
+
+def _like(got: Any, wanted: Any) -> Any:
+    """The leaves of `wanted` that `got` has too, which lacks frozen ones."""
+    if not isinstance(got, dict):
+        return np.asarray(wanted)
+    return {name: _like(part, wanted[name]) for name, part in got.items()}
+
+
+def test_figures_are_means_over_the_pairs_that_count():
+    log_p = jnp.array([[[-1.0, -3.0], [-2.0, -2.5], [-7.0, 9.0]]])
+    reference = jnp.array([[[-2.0, -2.0], [-1.0, -3.0], [0.0, 0.0]]])
+    loss, sums = dpo(0.5, log_p, reference, jnp.array([[True, True, False]]))
+    margins = 0.5 * np.array([(-1 + 2) - (-3 + 2), (-2 + 1) - (-2.5 + 3)])
+    np.testing.assert_allclose(loss, np.log1p(np.exp(-margins)).sum(), rtol=1e-6)
+    figures = {name: float(total) for name, total in sums.items()}
+    assert figures == pytest.approx(
+        dict(accuracy=1.0, reward_margin=margins.sum(), chosen_logp=-3.0, rejected_logp=-5.5)
+    )
