@@ -39,7 +39,7 @@ def test_the_keys_of_a_query_are_a_mean_over_layers():
 
 
 def test_the_formula_gives_the_flops():
-    formula = timing.flops_formula(MODEL)
+    formula = timing.flops_formula(Config(model=MODEL))
     assert formula.endswith("(causal attention, in a window in some layers)")
     tokens = formula.split("layers x ")[1].split(" x embed")[0].replace("^", "**").replace(" x ", "*")
     found = 6 * 7 * eval(tokens, {"window": WINDOW, "sequence": 1024}) * 32
