@@ -28,7 +28,7 @@ import pytest
 
 from jaxdist.process.stop_signals import SIGNALS
 from jaxdist.programs import cross_compile
-from tests import compile_forks, program_cache, touched
+from tests import compile_forks, forks, program_cache, touched
 
 # A collective of a virtual device may hold a thread of XLA until the others come. On a busy machine of 2 cores a step
 # was once seen to wait for ever: more threads than cores, and than devices, cost nothing that could be measured.
@@ -128,8 +128,7 @@ def caches(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def compile_workers():
     """Processes that compile for other devices are forks, but for the tests of `own_process`."""
-    forks = compile_forks.Forks()
-    cross_compile.run_worker = forks.run_worker
+    cross_compile.run_worker = compile_forks.run_worker
     yield
     forks.close()
 

@@ -2,13 +2,16 @@
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from tests import forks
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,26 +38,41 @@ def free_port() -> str:
         return str(s.getsockname()[1])
 
 
-class Process(subprocess.Popen):
-    """A program that runs in the repository's root; `said()` is its output so far, errors among it."""
+class Process:
+    """A program that runs in the repository's root; `said()` is its output so far, errors among it.
+
+    It is a fork where it is one of Python and there are no other `options` than `env`. Else, what `subprocess.Popen`
+    makes with them.
+    """
 
     def __init__(self, command: Sequence[str], output: Path, **options):
         self.output = output
-        with output.open("wb") as file:  # and not a pipe, which stops who writes to it when nobody reads
-            super().__init__(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **options)
+        # Not a pipe, which stops who writes to it when nobody reads.
+        with output.open("wb") as file, open(os.devnull) as nothing:
+            if command[0] == sys.executable and options.keys() <= {"env"}:
+                streams = [one.fileno() for one in (nothing, file, file)]
+                self._program = forks.start(command[1:], streams=streams, cwd=ROOT, **options)
+            else:
+                self._program = subprocess.Popen(command, cwd=ROOT, stdin=nothing, stdout=file, stderr=file, **options)
+
+    def __getattr__(self, name: str):
+        return getattr(self._program, name)
 
     def said(self) -> str:
         return self.output.read_text(errors="replace")
 
 
 @contextlib.contextmanager
-def started(commands: Sequence[Sequence[str]], **options) -> Iterator[list[Process]]:
-    """One process for each command; none of them is left in the end. `options` are those of `Popen`."""
+def started(
+    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]] = (), **options
+) -> Iterator[list[Process]]:
+    """One process for each command, in its environment; none of them is left in the end. `options` are `Popen`'s."""
     with tempfile.TemporaryDirectory() as folder:
         running = []
         try:
-            for command in commands:
-                running.append(Process(command, Path(folder, str(len(running))), **options))
+            for place, command in enumerate(commands):
+                own = dict(env=environments[place]) if environments else {}
+                running.append(Process(command, Path(folder, str(place)), **options, **own))
             yield running
         finally:
             for process in running:

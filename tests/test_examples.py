@@ -13,6 +13,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests import forks
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 STEPS = 40
 needs_torch = pytest.mark.skipif(
@@ -29,9 +31,7 @@ def output(*command: str, without: str = "") -> str:
     environment = os.environ | dict(PYTHONPATH=os.pathsep.join(paths), JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1")
     for name in ("XLA_FLAGS", without):
         environment.pop(name, None)
-    run = subprocess.run(
-        [sys.executable, *command], env=environment, cwd=EXAMPLES, capture_output=True, text=True, timeout=240
-    )
+    run = forks.run([sys.executable, *command], env=environment, cwd=EXAMPLES, timeout=240)
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout
 

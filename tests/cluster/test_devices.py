@@ -3,7 +3,6 @@
 import math
 import os
 import socket
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from jaxdist.cluster.rendezvous import Member, _needed, why_incomplete
 from jaxdist.config import Config, RequestError
 from jaxdist.mesh import AXES, DATA, devices_asked, parse_mesh
 from jaxdist.request import Enough, fitting
+from tests import forks
 from tests.processes import ROOT, told
 
 
@@ -142,7 +142,7 @@ def test_the_devices_that_the_user_asked_for_are_not_taken_back(how):
     if how == "environment":
         environment["JAX_NUM_CPU_DEVICES"] = "4"
     command = [sys.executable, "-c", SEVERAL_MESHES, how]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = forks.run(command, env=environment, cwd=ROOT, timeout=120)
     assert done.stdout == "[1, 4, 2] 4\n", done.stderr[-2000:]
 
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from jaxdist.cluster import kv_store, script
 from jaxdist.cluster.process_env import JAX, ProcessEnv
 from jaxdist.config import RequestError
+from tests import forks
 from tests.processes import free_port, started, wait
 
 SCRIPT = """
@@ -28,7 +28,7 @@ def processes(does: str, count: int = 2):
     places = [ProcessEnv(count, me, f"127.0.0.1:{port}") for me in range(count)]
     command = [sys.executable, "-u", "-c", SCRIPT.format(does=does)]
     environments = [os.environ | place.variables | {"JAX_PLATFORMS": "cpu"} for place in places]
-    return started([["env", *(f"{name}={text}" for name, text in one.items()), *command] for one in environments])
+    return started([command] * count, environments)
 
 
 def ended(does: str, code: int, seconds: float = 120) -> list[str]:
@@ -81,7 +81,7 @@ def test_a_mistake_in_the_request_is_a_sentence():
 )
 def test_who_cannot_join_is_told_so_and_not_started_again(program, fragment):
     environment = os.environ | ProcessEnv(2, 1, "127.0.0.1:1").variables | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    done = forks.run([sys.executable, "-c", program], env=environment)
     assert done.returncode == 2
     assert fragment in done.stderr
     assert "Traceback" not in done.stderr
@@ -132,7 +132,7 @@ def test_who_does_not_end_in_time_is_ended(monkeypatch):
 def test_alone_it_does_nothing():
     program = "import jaxdist, sys; print(jaxdist.join(), sys.excepthook is sys.__excepthook__)"
     environment = {name: text for name, text in os.environ.items() if name not in JAX}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    done = forks.run([sys.executable, "-c", program], env=environment)
     assert done.stdout == "process 0 of 1 True\n"
 
 

@@ -3,12 +3,12 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.faults import jobs
 from tests.processes import ROOT, Process, started
 
@@ -31,7 +31,8 @@ def process_1(launcher: Process) -> int:
 def expected(tmp_path_factory):
     """The losses of the script alone."""
     command = [sys.executable, SCRIPT, "--folder", tmp_path_factory.mktemp("alone")]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=True)
+    done = forks.run(command, env=ENVIRONMENT, timeout=240)
+    assert done.returncode == 0, done.stderr
     found = losses(done.stdout)
     assert sorted(found) == list(range(LAST + 1))
     assert found[LAST] < 0.2 * found[0]

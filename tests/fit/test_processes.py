@@ -3,12 +3,12 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.cluster.test_own_script import process_1
 from tests.faults import jobs
 from tests.fit.conftest import losses
@@ -29,7 +29,7 @@ CUTS = {"arrays": KILLS, "state_dict": KILLS[0::2], "grain iterator": KILLS[1::2
 
 def run(folder: Path, form: str, mesh: str, *kill: object, code: int = 0) -> None:
     command = [sys.executable, "-m", "tests.fit.killed", *map(str, (folder, form, mesh, *kill))]
-    done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = forks.run(command, env=ENVIRONMENT, cwd=ROOT, timeout=240)
     assert done.returncode == code, done.stderr
 
 
@@ -57,7 +57,8 @@ def alone(tmp_path_factory):
     """The losses of the script in one process, and what it says."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     command = [sys.executable, EXAMPLES / "fit_script.py", "--folder", folder, "--steps", LAST]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=True)
+    done = forks.run(command, env=ENVIRONMENT, timeout=240)
+    assert done.returncode == 0, done.stderr
     assert "its guess: [" in done.stdout
     found = losses(folder)
     assert list(found) == list(range(1, int(LAST) + 1))
@@ -85,7 +86,7 @@ def test_two_processes_are_killed_and_stopped_and_one_goes_on(tmp_path, alone):
     stopped = int(re.search(r"stopped by SIGTERM: step (\d+) is saved; the same command continues", first)[1])
     assert max(losses(folder)) <= stopped < int(LAST)
 
-    done = subprocess.run([sys.executable, *script, LAST], env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    done = forks.run([sys.executable, *script, LAST], env=ENVIRONMENT, timeout=240)
     assert done.returncode == 0, done.stderr
     assert f"from the checkpoint of step {stopped}\n" in done.stderr
     assert losses(folder) == pytest.approx(alone, rel=1e-5)
@@ -98,7 +99,7 @@ def test_the_example_of_grain_learns_and_goes_on(options, tmp_path):
     pytest.importorskip("grain")
     command = [sys.executable, EXAMPLES / "fit_grain.py", "--folder", tmp_path / "run", *options, "--steps"]
     for steps in ("30", "60"):
-        done = subprocess.run([*command, steps], env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+        done = forks.run([*command, steps], env=ENVIRONMENT, timeout=240)
         assert done.returncode == 0, done.stderr
     assert "from the checkpoint of step 30\n" in done.stderr
     assert losses(tmp_path / "run")[60] < 0.05
@@ -112,7 +113,7 @@ def test_iterators_that_differ_between_processes_go_on(tmp_path):
         folder = tmp_path / name
         command = [*launch, f"--run-dir={folder}", "--", str(ROOT / "tests" / "fit" / "own_rows.py"), str(folder), at]
         environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        done = forks.run(command, env=environment, timeout=240)
         assert done.returncode == 0, done.stderr
     said = done.stderr + done.stdout
     assert "process 1 was ended by SIGKILL" in said

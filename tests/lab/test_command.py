@@ -3,13 +3,13 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 from jaxdist.config import RequestError
 from jaxdist.lab.__main__ import LABS, main
+from tests import forks
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
@@ -51,9 +51,7 @@ def test_mistakes(argv, problems):
 
 def test_a_program_of_its_own():
     """One JSON object on standard output, and no word on the other."""
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxdist.lab", "fsdp-walkthrough", "--json"],
-        capture_output=True, text=True, check=False, env={**os.environ, "XLA_FLAGS": ""},
-    )  # fmt: skip
+    command = [sys.executable, "-m", "jaxdist.lab", "fsdp-walkthrough", "--json"]
+    done = forks.run(command, env={**os.environ, "XLA_FLAGS": ""})
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["passed"] is True

@@ -1,6 +1,5 @@
 """`--mesh auto`: the plan for the devices that are there, and a run that follows it."""
 
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.automatic import WHOLE, Found, cluster_of, plan
 from jaxdist.planning.search.plan import search
 from jaxdist.request import load
+from tests import forks
 from tests.training.curves import alike
 
 TINY = ["--model.layers=1", "--model.sequence=32", "--train.steps=3", "--train.global-batch-size=8", "--log.every=1"]
@@ -63,7 +63,8 @@ def test_a_run_of_two_processes_follows_its_plan(tmp_path):
         "one": ["jaxdist.train", "--mesh=1x1x1"],
     }.items():
         words = [sys.executable, "-m", *command, *TINY, f"--run-dir={tmp_path / folder}"]
-        said = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300).stderr
-        assert ("plan  " in said) == (folder == "auto")
+        done = forks.run(words, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert ("plan  " in done.stderr) == (folder == "auto")
     assert load(str(tmp_path / "auto" / "config.toml"), {}).mesh == "2x1x1"
     alike(tmp_path / "auto", tmp_path / "one", steps=3)

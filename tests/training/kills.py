@@ -1,10 +1,11 @@
 """Runs in a process of their own that dies without a word."""
 
 import signal
-import subprocess
 import sys
 
 import jax
+
+from tests import forks
 
 KILLED = """
 import jax, os, pathlib, signal, sys, time
@@ -32,5 +33,5 @@ def kill_after(step: int, saved: int | None, argv: list[str]) -> None:
     saved = saved and f"{folder}/checkpoints/sums/{saved}.json"
     shared = dict(devices=len(jax.devices()), cache=jax.config.jax_compilation_cache_dir)
     program = KILLED.format(after=step, saved=saved, **shared)
-    done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    done = forks.run([sys.executable, "-c", program, *argv])
+    assert done.returncode == -signal.SIGKILL, done.stderr

@@ -4,7 +4,6 @@ row as often."""
 import os
 import random
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests import forks
 from tests.training.conftest import SMALL, over
 from tests.training.curves import lines
 from tests.training.test_resume import saved, without_times
@@ -37,7 +37,7 @@ def start(log: Path, moment: tuple[str, int, float], argv: list[str]) -> int:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     command = [sys.executable, "-m", "tests.training.killing", log, *moment, *argv]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, env=os.environ | cache)
+    done = forks.run(command, env=os.environ | cache)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode
 
