@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 import types
 import warnings
 from collections.abc import Mapping, Sequence
@@ -187,17 +186,19 @@ def serve(asking: socket.socket, modules: Sequence[str]) -> None:
 def code_of(words: Sequence[str]) -> int:
     """Run the program. Returns its exit code."""
     try:
-        run_program(words)
-        return 0
+        try:
+            run_program(words)
+            return 0
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except KeyboardInterrupt as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
     except SystemExit as ended:
         if isinstance(ended.code, int) or ended.code is None:
             return ended.code or 0
         print(ended.code, file=sys.stderr)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
-        traceback.print_exc()
     return 1
 
 
