@@ -38,7 +38,8 @@ COMPLETE = [f"jaxdist.weights.{name}" for name in ("base", "inheriting", "pretra
 PURE = ["jaxdist", "jax", "flax", "numpy"]
 
 FORBIDDEN = {
-    "config": ["jaxdist.!config,process", "jax", "flax"],
+    "config": ["jaxdist.!config,optimizers,process", "jax", "flax"],
+    "optimizers": ["jaxdist.!optimizers", "flax"],
     **dict.fromkeys(("config.rope_scaling", "parallel.partial_trees"), PURE),
     "process": ["jaxdist.!config", "jax", "flax", "numpy"],
     **dict.fromkeys(("process.exit_codes", "process.stop_signals"), PURE),

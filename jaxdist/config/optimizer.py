@@ -1,84 +1,32 @@
-"""Define the knobs of the optimizer, and what requests and predictions must know of its rules. Pure data: no jax.
-
-The functions of optax behind the names are in `training/forward/optimizer.py`.
-"""
+"""Define the knobs of the optimizer. Its rules and schedules are rows of tables in `jaxdist.optimizers`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from jaxdist.config.values import CountOrZero, FractionFloat32, NonNegativeFloat32, PositiveFloat32, Section
+from jaxdist.optimizers.rule import UpdateRule
+from jaxdist.optimizers.schedules import SCHEDULES
+from jaxdist.optimizers.table import UPDATE_RULES
 
-
-@dataclass(frozen=True)
-class Role:
-    """What a parameter is to an update rule, wherever it lies."""
-
-    stacked: int = 0
-    """How many leading dims count layers."""
-    decays: bool = False
-    """Whether weight decay is for it: it is a matrix, layers aside, and no scale or bias."""
-    steered: bool = False
-    """Whether a rule of the model moves it, in the place of a gradient."""
-    trained: bool = True
-    """Whether a step changes it; others are frozen."""
-
-    @property
-    def differentiated(self) -> bool:
-        """Whether it has a gradient, by which the update rule moves it."""
-        return self.trained and not self.steered
-
-
-class UpdateRule(NamedTuple):
-    """What requests and predictions must know of an update rule."""
-
-    moments: int
-    """Arrays that it keeps for each parameter that it moves, of its shape and in f32."""
-    counters: int
-    """Whole numbers that it keeps: its counts of updates, that of the learning-rate schedule among them."""
-    betas: tuple[str, ...]
-    """The knobs by which its moments decay."""
-
-    def moments_of(self, role: Role) -> int:
-        """Return how many moments a parameter has."""
-        return self.moments if role.differentiated else 0
-
-
-UPDATE_RULES = {
-    "adamw": UpdateRule(moments=2, counters=2, betas=("beta1", "beta2")),
-    "lion": UpdateRule(moments=1, counters=2, betas=("beta1", "beta2")),
-    "sgd": UpdateRule(moments=1, counters=1, betas=("beta1",)),
-}
-"""The update rules by the names that `optimizer.name` accepts."""
-
-
-class Schedule(NamedTuple):
-    """What requests must know of a learning-rate schedule."""
-
-    holds_peak: bool
-    """Whether the rate stays at its peak from the warm-up to the last `decay_fraction` of the run: until then it does
-    not depend on the length of the run, which may still be raised."""
-
-
-SCHEDULES = {
-    "cosine": Schedule(holds_peak=False),
-    "linear": Schedule(holds_peak=False),
-    "constant": Schedule(holds_peak=True),
-}
-"""The schedules by the names that `optimizer.schedule` accepts."""
+if TYPE_CHECKING:
+    RuleName = str
+    ScheduleName = str
+else:
+    RuleName = Literal[*UPDATE_RULES]
+    ScheduleName = Literal[*SCHEDULES]
 
 
 class OptimizerConfig(Section):
     """Update rule and learning-rate schedule."""
 
-    name: Literal["adamw", "lion", "sgd"] = "adamw"
+    name: RuleName = "adamw"
     """Update rule; sgd has momentum."""
     learning_rate: PositiveFloat32 = 4e-3
     """Peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: ScheduleName = "cosine"
     """Decay after the warm-up; constant decays linearly over the last decay_fraction of the run."""
     warmup: CountOrZero = 20
     """Steps of linear warm-up from 0; the default is capped at a fifth of the run."""
@@ -101,7 +49,7 @@ class OptimizerConfig(Section):
 
     @property
     def rule(self) -> UpdateRule:
-        """What is known of the update rule."""
+        """The row of the update rule."""
         return UPDATE_RULES[self.name]
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax import P
 
-from jaxdist.config.optimizer import Role
+from jaxdist.optimizers.rule import Role
 from jaxdist.parallel import heads
 from jaxdist.parallel.heads import HeadDeal
 from jaxdist.parallel.partial_trees import part_of, selected

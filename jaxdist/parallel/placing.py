@@ -9,10 +9,10 @@ from typing import Any
 import jax
 from jax import P
 
-from jaxdist.config.optimizer import Role
 from jaxdist.config.trained import trained
 from jaxdist.mesh import REPLICA, ZERO_AXES
 from jaxdist.mesh.split import Split
+from jaxdist.optimizers.rule import Role
 from jaxdist.parallel import heads
 from jaxdist.parallel.placement import Placement, Placements, split_further
 from jaxdist.sharding import LAYERS, STAGES, STEERED, Layout, LogicalAxes, Params, name_of

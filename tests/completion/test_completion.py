@@ -10,9 +10,9 @@ import pytest
 from jaxdist.__main__ import COMMANDS, main
 from jaxdist.completion.__main__ import SHELLS
 from jaxdist.completion.table import Values, commands
-from jaxdist.config.optimizer import UPDATE_RULES
 from jaxdist.lab.__main__ import LABS
 from jaxdist.lab.claims import claims
+from jaxdist.optimizers.table import UPDATE_RULES
 from jaxdist.planning.clusters import PRESETS
 from jaxdist.request import SHIPPED
 from jaxdist.request.commandline import RUN_KNOBS

@@ -14,8 +14,8 @@ import pytest
 
 from jaxdist.__main__ import COMMANDS, main
 from jaxdist.config import RequestError
-from jaxdist.config.optimizer import UPDATE_RULES
 from jaxdist.config.values import Count
+from jaxdist.optimizers.table import UPDATE_RULES
 from jaxdist.request import Extra, arguments, load, outcome, to_toml
 from jaxdist.request.knobs import KNOBS, option
 

@@ -10,8 +10,8 @@ from typing import NamedTuple, get_args
 import pytest
 
 from jaxdist.config import RequestError
-from jaxdist.config.optimizer import UPDATE_RULES
 from jaxdist.mesh import AXES, parse_mesh
+from jaxdist.optimizers.table import UPDATE_RULES
 from jaxdist.request import load
 from jaxdist.request.knobs import KNOBS
 

@@ -1,17 +1,19 @@
 """Update rules against the papers, schedules at their corners, decay of matrices only."""
 
-from typing import get_args
-
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jaxdist import models
-from jaxdist.config import ModelConfig, OptimizerConfig
-from jaxdist.config.optimizer import SCHEDULES, UPDATE_RULES, Role
+from jaxdist.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from jaxdist.optimizers.rule import Role, UpdateRule
+from jaxdist.optimizers.table import UPDATE_RULES
+from jaxdist.planning import memory
 from jaxdist.sharding import named
-from jaxdist.training.forward.optimizer import AFTER_WARMUP, RULES, clip, optimizer, schedule
+from jaxdist.training.forward.optimizer import clip, optimizer, schedule
+from jaxdist.training.run import Run
 from tests.models.roles import decaying
 
 BASE = OptimizerConfig(learning_rate=0.1, warmup=0, schedule="constant", decay_fraction=0.0, weight_decay=0.0)
@@ -123,11 +125,53 @@ def test_matrices_decay_and_biases_and_scales_do_not(family):
 
 @pytest.mark.parametrize("rule", UPDATE_RULES.values(), ids=UPDATE_RULES)
 def test_a_parameter_that_no_gradient_moves_has_no_moments(rule):
-    assert rule.moments_of(Role()) == rule.moments > 0
+    assert rule.moments_of(Role()) == len(rule.moments) > 0
     assert rule.moments_of(Role(steered=True)) == rule.moments_of(Role(trained=False)) == 0
 
 
-@pytest.mark.parametrize(("knob", "tables"), [("name", (UPDATE_RULES, RULES)), ("schedule", (SCHEDULES, AFTER_WARMUP))])
-def test_each_name_has_a_row_and_a_function(knob, tables):
-    names = set(get_args(OptimizerConfig.model_fields[knob].annotation))
-    assert [set(table) for table in tables] == [names, names]
+def held(row: UpdateRule, config: OptimizerConfig) -> tuple[set[str], int]:
+    """(names of the arrays that a state of this rule holds for a parameter, number of its counters)"""
+    state = jax.eval_shape(row.transformation(config, optax.constant_schedule(0.1), ROLES).init, PARAMS)
+    leaves = jax.tree.leaves_with_path(state)
+    counters = [leaf for _, leaf in leaves if leaf.ndim == 0]
+    assert len(leaves) == len(counters) + len(row.moments) * len(PARAMS)
+    names = {getattr(path[-2], "name", "") for path, leaf in leaves if leaf.ndim}
+    return names, len(counters)
+
+
+@pytest.mark.parametrize("name", UPDATE_RULES)
+def test_a_row_says_what_the_state_of_its_rule_holds(name):
+    row = UPDATE_RULES[name]
+    assert held(row, BASE) == (set(row.moments), row.counters)
+
+
+def _adagrad(config, rate, roles):
+    """AdaGrad (Duchi et al. 2011): a rule that is not in the tree."""
+    return optax.chain(optax.scale_by_rss(0.1), optax.scale_by_learning_rate(rate))
+
+
+@pytest.mark.slow
+def test_a_rule_is_added_in_one_place_and_trains(monkeypatch):
+    """A row of the table: its state is sharded, predicted to the byte, and moves the parameters as the paper says."""
+    row = UpdateRule(_adagrad, moments=("sum_of_squares",), counters=1, betas=())
+    monkeypatch.setitem(UPDATE_RULES, "adagrad", row)
+    config = Config(
+        mesh="2x1x1",
+        precision="float32",
+        model=ModelConfig(layers=1, embed=16, heads=2, vocab=32, sequence=8),
+        parallel=ParallelConfig(zero=1),
+        train=TrainConfig(global_batch_size=4, steps=1),
+    )
+    run = Run(config.model_copy(update={"optimizer": BASE.model_copy(update={"name": "adagrad", "clip": 0.0})}))
+    rng = np.random.default_rng(0)
+    with jax.set_mesh(run.mesh):
+        program = run.compile()
+        assert program.memory_analysis().argument_size_in_bytes == memory.predict(run.sharded).arguments
+        before = run.engine.init()
+        batch = jax.tree.map(lambda a: jax.device_put(rng.integers(0, 32, a.shape, a.dtype), a.sharding), run.batch())
+        grads = jax.jit(run.step.differentiate)(before, batch).grads
+        start = jax.tree.map(np.asarray, before.params)
+        after, _ = program(before, batch)
+    for name, g in named(grads).items():
+        moved = np.asarray(g) / np.sqrt(0.1 + np.asarray(g) ** 2 + 1e-7)
+        np.testing.assert_allclose(named(after.params)[name], named(start)[name] - 0.1 * moved, atol=1e-6)

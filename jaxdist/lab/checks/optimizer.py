@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jaxdist.config import OptimizerConfig
-from jaxdist.config.optimizer import Role
 from jaxdist.lab.claim import Check, Claim, Outcome
+from jaxdist.optimizers.rule import Role
 from jaxdist.output.tables import table
 from jaxdist.training.forward.optimizer import optimizer
 

@@ -185,7 +185,7 @@ class Screen(Steps):
     @property
     def _moments(self) -> Column:
         """The bytes of the optimizer state, if all parameters are trained."""
-        return self._masters * self.config.optimizer.rule.moments
+        return self._masters * len(self.config.optimizer.rule.moments)
 
     # Time, in seconds of a step.
 

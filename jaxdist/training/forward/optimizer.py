@@ -11,27 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxdist.config import OptimizerConfig
 from jaxdist.models import Params
-
-
-def _cosine(config: OptimizerConfig, steps: int, rest: int) -> optax.Schedule:
-    return optax.cosine_decay_schedule(config.learning_rate, rest, alpha=config.final)
-
-
-def _linear(config: OptimizerConfig, steps: int, rest: int) -> optax.Schedule:
-    return optax.linear_schedule(config.learning_rate, config.learning_rate * config.final, rest)
-
-
-def _constant(config: OptimizerConfig, steps: int, rest: int) -> optax.Schedule:
-    peak = config.learning_rate
-    decay = config.decay_steps(steps)
-    if not decay:
-        return optax.constant_schedule(peak)
-    return optax.linear_schedule(peak, peak * config.final, decay, transition_begin=rest - decay)
-
-
-AFTER_WARMUP = {"cosine": _cosine, "linear": _linear, "constant": _constant}
-"""The schedules by name: (config, steps of the run, updates from the first after the warm-up to the last) -> schedule.
-"""
+from jaxdist.optimizers.schedules import SCHEDULES
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -40,7 +20,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     `config.schedule` names the shape of the way down.
     """
     warmup = min(config.warmup, steps)
-    after = AFTER_WARMUP[config.schedule](config, steps, max(steps - warmup - 1, 1))
+    after = SCHEDULES[config.schedule].after_warmup(config, steps, max(steps - warmup - 1, 1))
     if not warmup:
         return after
 
@@ -75,37 +55,12 @@ class RateTable:
         return float(self._rates[row])
 
 
-def _adamw(config: OptimizerConfig, rate: optax.Schedule, roles: Params) -> optax.GradientTransformation:
-    """Return AdamW (Loshchilov and Hutter 2019)."""
-    return optax.adamw(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=_decaying(roles))
-
-
-def _lion(config: OptimizerConfig, rate: optax.Schedule, roles: Params) -> optax.GradientTransformation:
-    """Return Lion (Chen et al. 2023)."""
-    return optax.lion(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=_decaying(roles))
-
-
-def _sgd(config: OptimizerConfig, rate: optax.Schedule, roles: Params) -> optax.GradientTransformation:
-    """Return SGD with momentum and decoupled weight decay."""
-    decay = optax.add_decayed_weights(config.weight_decay, mask=_decaying(roles))
-    return optax.chain(optax.trace(config.beta1), decay, optax.scale_by_learning_rate(rate))
-
-
-RULES = {"adamw": _adamw, "lion": _lion, "sgd": _sgd}
-"""The update rules by name."""
-
-
 def optimizer(config: OptimizerConfig, steps: int, roles: Params) -> optax.GradientTransformation:
     """Return the update rule that `config` names, over a run of `steps`.
 
     `roles` has a `Role` for each parameter, nested as they are; weight decay is for those that it says decay.
     """
-    return RULES[config.name](config, schedule(config, steps), roles)
-
-
-def _decaying(roles: Params) -> Params:
-    """Return which parameters decay, as a mask of optax."""
-    return jax.tree.map(lambda role: role.decays, roles)
+    return config.rule.transformation(config, schedule(config, steps), roles)
 
 
 def clip(grads: Params, norm: Float[Array, ""], limit: float) -> Params:

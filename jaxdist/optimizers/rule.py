@@ -1,0 +1,92 @@
+"""Define what a parameter is to an update rule, and what is known of an update rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import optax
+
+Roles = dict[str, Any]
+"""A `Role` for each parameter, nested as the parameters are."""
+
+
+class Knobs(Protocol):
+    """What rules and schedules read of `OptimizerConfig`, which imports the tables and is not imported here."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the peak learning rate."""
+
+    @property
+    def final(self) -> float:
+        """Return the learning rate at the end, as a fraction of the peak."""
+
+    @property
+    def beta1(self) -> float:
+        """Return the decay of the first moment."""
+
+    @property
+    def beta2(self) -> float:
+        """Return the decay of the second moment."""
+
+    @property
+    def weight_decay(self) -> float:
+        """Return the decoupled weight decay."""
+
+    def decay_steps(self, steps: int) -> int:
+        """Return how many of the last of `steps` steps decay in a schedule that holds its peak."""
+
+
+Transformation = Callable[[Knobs, "optax.Schedule", Roles], "optax.GradientTransformation"]
+"""(knobs, learning rate by update, roles) -> update rule."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a parameter is to an update rule, wherever it lies."""
+
+    stacked: int = 0
+    """How many leading dims count layers."""
+    decays: bool = False
+    """Whether weight decay is for it: it is a matrix, layers aside, and no scale or bias."""
+    steered: bool = False
+    """Whether a rule of the model moves it, in the place of a gradient."""
+    trained: bool = True
+    """Whether a step changes it; others are frozen."""
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether it has a gradient, by which the update rule moves it."""
+        return self.trained and not self.steered
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """A row of the optimizer table.
+
+    An update is elementwise: it sends nothing, and takes the time of reading and writing what it changes. Its state
+    lies where the parameters lie.
+    """
+
+    transformation: Transformation
+    moments: tuple[str, ...]
+    """The arrays that it keeps for each parameter that it moves, of its shape and in f32, by their names in the state
+    of the transformation."""
+    counters: int
+    """Whole numbers that it keeps: its counts of updates, that of the learning-rate schedule among them."""
+    betas: tuple[str, ...]
+    """The knobs by which its moments decay."""
+
+    def moments_of(self, role: Role) -> int:
+        """Return how many moments a parameter has."""
+        return len(self.moments) if role.differentiated else 0
+
+
+def decaying(roles: Roles) -> Any:
+    """Return which parameters decay, as a mask of optax."""
+    import jax
+
+    return jax.tree.map(lambda role: role.decays, roles)
