@@ -27,13 +27,13 @@ class OptimizerConfig(Section):
     learning_rate: PositiveFloat32 = 4e-3
     """Peak learning rate."""
     schedule: ScheduleName = "cosine"
-    """Decay after the warm-up; constant decays linearly over the last decay_fraction of the run."""
+    """Decay after the warm-up; constant and inverse-sqrt decay linearly over the last decay_fraction of the run."""
     warmup: CountOrZero = 20
     """Steps of linear warm-up from 0; the default is capped at a fifth of the run."""
     final: NonNegativeFloat32 = 0.1
-    """Learning rate at the end, as a fraction of the peak."""
+    """Learning rate at the end, as a fraction of the peak; inverse-sqrt may already be lower."""
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Fraction of the run that decays; used by the constant schedule only."""
+    """Fraction of the run that decays; used by constant and inverse-sqrt only."""
     beta1: FractionFloat32 = 0.9
     """Decay of the first moment; for sgd the momentum."""
     beta2: FractionFloat32 = 0.95
@@ -53,11 +53,11 @@ class OptimizerConfig(Section):
         return UPDATE_RULES[self.name]
 
     @property
-    def holds_peak(self) -> bool:
-        """Whether the schedule holds the peak until the run nears its end."""
-        return SCHEDULES[self.schedule].holds_peak
+    def open_ended(self) -> bool:
+        """Whether only the last `decay_fraction` of the schedule depends on the length of the run."""
+        return SCHEDULES[self.schedule].open_ended
 
     def decay_steps(self, steps: int) -> int:
-        """Return how many of the last of `steps` steps decay in the constant schedule."""
+        """Return how many of the last of `steps` steps decay in an open-ended schedule."""
         after_warmup = max(steps - min(self.warmup, steps) - 1, 1)
         return min(round(steps * self.decay_fraction), after_warmup)

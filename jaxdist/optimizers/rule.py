@@ -21,6 +21,10 @@ class Knobs(Protocol):
         """Return the peak learning rate."""
 
     @property
+    def warmup(self) -> int:
+        """Return the steps of the warm-up."""
+
+    @property
     def final(self) -> float:
         """Return the learning rate at the end, as a fraction of the peak."""
 
@@ -37,7 +41,7 @@ class Knobs(Protocol):
         """Return the decoupled weight decay."""
 
     def decay_steps(self, steps: int) -> int:
-        """Return how many of the last of `steps` steps decay in a schedule that holds its peak."""
+        """Return how many of the last of `steps` steps decay in an open-ended schedule."""
 
 
 Transformation = Callable[[Knobs, "optax.Schedule", Roles], "optax.GradientTransformation"]

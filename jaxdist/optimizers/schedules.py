@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from jaxdist.optimizers.rule import Knobs
 
 if TYPE_CHECKING:
     import optax
+    from jax.typing import ArrayLike
 
 AfterWarmup = Callable[[Knobs, int, int], "optax.Schedule"]
 """(knobs, steps of the run, updates from the first after the warm-up to the last) -> learning rate by update."""
@@ -20,9 +22,9 @@ class Schedule:
     """A row of the table of schedules."""
 
     after_warmup: AfterWarmup
-    holds_peak: bool = False
-    """Whether the rate stays at its peak from the warm-up to the last `decay_fraction` of the run: until then it does
-    not depend on the length of the run, which may still be raised."""
+    open_ended: bool = False
+    """Whether only the rate in the last `decay_fraction` of the run depends on the length of the run: until then, the
+    length may still be raised."""
 
 
 def _cosine(config: Knobs, steps: int, rest: int) -> optax.Schedule:
@@ -49,9 +51,34 @@ def _constant(config: Knobs, steps: int, rest: int) -> optax.Schedule:
     return optax.linear_schedule(peak, peak * config.final, decay, transition_begin=rest - decay)
 
 
+def _inverse_sqrt(config: Knobs, steps: int, rest: int) -> optax.Schedule:
+    """Return the inverse square root of the steps (Vaswani et al. 2017, equation 3), then a decay (Zhai et al. 2022).
+
+    Step s has the peak times sqrt((warm-up + 1) / s), so that the first after the warm-up has the peak. The last of the
+    steps decay linearly to the final rate, unless theirs is lower already.
+    """
+    import jax.numpy as jnp
+    import optax
+
+    peak = config.learning_rate
+    first = config.warmup + 1
+    decay = config.decay_steps(steps)
+
+    def root(count: ArrayLike) -> ArrayLike:
+        return peak * jnp.sqrt(first / (count + first))
+
+    if not decay:
+        return root
+    start = rest - decay
+    before = peak * math.sqrt(first / (start + first))
+    down = optax.linear_schedule(before, min(before, peak * config.final), decay)
+    return lambda count: jnp.where(count <= start, root(count), down(count - start))
+
+
 SCHEDULES = {
     "cosine": Schedule(_cosine),
     "linear": Schedule(_linear),
-    "constant": Schedule(_constant, holds_peak=True),
+    "constant": Schedule(_constant, open_ended=True),
+    "inverse-sqrt": Schedule(_inverse_sqrt, open_ended=True),
 }
 """The schedules by the names that `optimizer.schedule` accepts."""

@@ -235,16 +235,16 @@ def second_moment(config: Config, known: Known) -> str:
 
 
 @needs("optimizer.schedule")
-def constant_rate(config: Config, known: Known) -> str:
-    """Need a learning rate that is constant before it decays."""
+def ends_by_decay(config: Config, known: Known) -> str:
+    """Need a schedule whose last steps decay by a rule of their own."""
     optimizer = config.optimizer
-    return "" if optimizer.holds_peak else f"optimizer.schedule {optimizer.schedule}"
+    return "" if optimizer.open_ended else f"optimizer.schedule {optimizer.schedule}"
 
 
 @needs("optimizer.schedule", "optimizer.decay_fraction")
 def decay(config: Config, known: Known) -> str:
     """Need a learning rate that decays."""
-    if config.optimizer.holds_peak and config.optimizer.decay_fraction == 0:
+    if config.optimizer.open_ended and config.optimizer.decay_fraction == 0:
         return f"a {config.optimizer.schedule} schedule without decay"
     return ""
 

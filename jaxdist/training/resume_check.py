@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxdist.config import Config, leaves
 from jaxdist.mesh import crossing
+from jaxdist.optimizers.schedules import SCHEDULES
 from jaxdist.request.reading import usual_warmup
 
 FREE_ON_RESUME = (
@@ -76,17 +77,17 @@ def differing(old: Config, new: Config) -> list[str]:
 def lengthened(old: Config, new: Config, step: int) -> str | None:
     """Return a sentence if `new` only asks for more steps than `old`, and may do so from `step` on; None otherwise.
 
-    The learning rate of the steps so far must be that of the longer run: only the constant schedule does not depend on
-    the number of steps, after its warm-up and until it decays.
+    The learning rate of the steps so far must be that of the longer run: an open-ended schedule does not depend on the
+    number of steps, after its warm-up and until it decays.
     """
     before = old.train.steps
     after = new.train.steps
-    if differing(old, new) != [STEPS] or after < before or not new.optimizer.holds_peak or step < old.optimizer.warmup:
+    if differing(old, new) != [STEPS] or after < before or not new.optimizer.open_ended or step < old.optimizer.warmup:
         return None
     sentence = f"train.steps is raised from {before} to {after}"
     decay_start = before - old.optimizer.decay_steps(before)
     if step > decay_start:
-        sentence += f"; the learning rate, which has decayed since step {decay_start}, goes back to its peak"
+        sentence += f"; the learning rate, which has decayed since step {decay_start}, goes back up"
     return sentence
 
 
@@ -106,10 +107,11 @@ def refusal(old: Config, new: Config) -> str:
     here = leaves(new)
     changes = ", ".join(f"{name} ({there[name]} there, {here[name]} here)" for name in names)
     why = ""
+    schedules = " or ".join(name for name, row in SCHEDULES.items() if row.open_ended)
     if STEPS in names and new.train.steps > old.train.steps:
         why = (
-            "train.steps can be raised, and nothing else with it, where optimizer.schedule is constant and its warm-up "
-            "is over; "
+            f"train.steps can be raised, and nothing else with it, where optimizer.schedule is {schedules} and its "
+            "warm-up is over; "
         )
     return (
         f"{changes}; {why}ask for the same, or name another --run-dir, where --init-from begins with the weights of "

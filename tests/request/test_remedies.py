@@ -50,7 +50,7 @@ CHOICES = {
     "pipeline.virtual_stages": [0, 1, 2, 3, 5],
     "precision": ["auto", "float32", "bfloat16", "mixed"],
     "optimizer.name": [*UPDATE_RULES],
-    "optimizer.schedule": ["cosine", "constant"],
+    "optimizer.schedule": ["cosine", "constant", "inverse-sqrt"],
     "optimizer.warmup": [0, 9, 30],
     "optimizer.decay_fraction": [0.2, 0.9],
     "optimizer.beta2": [0.95, 0.9],

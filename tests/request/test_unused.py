@@ -48,7 +48,7 @@ BY_REQUEST = {
     "mixture": ({"data.mixture": "a*0.7,b*0.3"}, {}),
     "fraction_held_out": ({}, {"data.path": __file__, "data.validation_path": recipes.__file__}),
     "second_moment": ({"optimizer.name": "lion"}, {"optimizer.name": "sgd"}),
-    "constant_rate": ({"optimizer.schedule": "constant"}, {"optimizer.schedule": "linear"}),
+    "ends_by_decay": ({"optimizer.schedule": "inverse-sqrt"}, {"optimizer.schedule": "linear"}),
     "decay": ({"optimizer.schedule": "constant"}, {"optimizer.schedule": "constant", "optimizer.decay_fraction": "0"}),
     "outer_steps": ({"mesh": "replica=2", "train.local_steps": "2"}, {}),
     "pairs": ({"train.objective": "dpo"}, {}),

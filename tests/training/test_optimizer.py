@@ -9,10 +9,11 @@ import pytest
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jaxdist.optimizers.rule import Role, UpdateRule
+from jaxdist.optimizers.schedules import SCHEDULES
 from jaxdist.optimizers.table import UPDATE_RULES
 from jaxdist.planning import memory
 from jaxdist.sharding import named
-from jaxdist.training.forward.optimizer import clip, optimizer, schedule
+from jaxdist.training.forward.optimizer import RateTable, clip, optimizer, schedule
 from jaxdist.training.run import Run
 from tests.models.roles import decaying
 
@@ -77,18 +78,48 @@ def rates(**options) -> np.ndarray:
     return np.array([float(rate(step)) for step in range(101)])
 
 
-def test_warm_up_is_linear_and_starts_above_zero():
-    r = rates(warmup=10)
-    np.testing.assert_allclose(r[:10], np.arange(1, 11) / 11, rtol=1e-6)
-    assert r[10] == 1
+RISE, LAST = 10, 100
+UP = optax.linear_schedule(1 / (RISE + 1), 1.0, RISE)
+
+WANTED = {
+    "cosine": optax.warmup_cosine_decay_schedule(1 / (RISE + 1), 1.0, RISE, LAST, end_value=0.1),
+    "linear": optax.join_schedules([UP, optax.linear_schedule(1.0, 0.1, LAST - RISE)], [RISE]),
+    "constant": optax.join_schedules([UP, lambda count: 1.0, optax.linear_schedule(1.0, 0.1, 20)], [RISE, LAST - 20]),
+    # Vaswani et al. 2017: step s, counted from 1, has the root of (warm-up + 1) / s.
+    "inverse-sqrt": lambda count: np.minimum((count + 1) / (RISE + 1), np.sqrt((RISE + 1) / (count + 1))),
+}
+"""Schedule -> learning rate by update, from optax's schedules or the paper."""
 
 
-@pytest.mark.parametrize("shape", ["cosine", "linear"])
-def test_the_last_update_has_the_final_fraction(shape):
-    r = rates(warmup=10, schedule=shape, final=0.1)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_rate_is_the_papers_and_that_of_the_host_is_the_steps(name):
+    """All of a run of 101 steps with a warm-up of 10; without the last decay where optax has nothing to compare."""
+    fraction = 0.0 if name == "inverse-sqrt" else 0.2
+    options = dict(learning_rate=1.0, schedule=name, warmup=RISE, decay_fraction=fraction, final=0.1)
+    rate = schedule(BASE.model_copy(update=options), LAST + 1)
+    table = RateTable(rate)
+    got = np.array([table(update) for update in range(LAST + 1)])
+    wanted = np.array([float(WANTED[name](update)) for update in range(LAST + 1)])
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    of_step = jax.jit(rate)
+    assert [float(of_step(update)) for update in range(LAST + 1)] == got.tolist()
+
+
+@pytest.mark.parametrize("name", [name for name, row in SCHEDULES.items() if row.open_ended])
+def test_a_longer_run_has_the_same_rates_until_the_shorter_one_decays(name):
+    options = dict(schedule=name, warmup=RISE, decay_fraction=0.2)
+    short, long = (RateTable(schedule(BASE.model_copy(update=options), steps)) for steps in (101, 300))
+    assert [short(update) for update in range(81)] == [long(update) for update in range(81)]
+    assert short(82) < long(82)
+
+
+def test_the_inverse_square_root_ends_with_a_decay_that_never_rises():
+    r = rates(warmup=10, schedule="inverse-sqrt", decay_fraction=0.2, final=0.1)
+    assert r[80] == pytest.approx(np.sqrt(11 / 81))
+    assert r[90] == pytest.approx((r[80] + 0.1) / 2)
     assert r[100] == pytest.approx(0.1)
-    assert r[55] == pytest.approx(0.55)
-    assert (np.diff(r[10:]) <= 1e-7).all()
+    lower = rates(warmup=0, schedule="inverse-sqrt", decay_fraction=0.2, final=0.5)
+    assert (np.diff(lower) <= 0).all()
 
 
 def test_constant_then_decay():

@@ -83,6 +83,7 @@ def test_data_may_move_until_the_run_is_finished(tmp_path, monkeypatch, knob):
 
 
 CONSTANT = dict(optimizer__schedule="constant")
+ROOT = dict(optimizer__schedule="inverse-sqrt")
 
 
 @pytest.mark.parametrize(
@@ -90,9 +91,10 @@ CONSTANT = dict(optimizer__schedule="constant")
     [
         (CONSTANT, CONSTANT, 16, "train.steps is raised from 20 to 40"),
         (CONSTANT, CONSTANT, 17, "train.steps is raised from 20 to 40; the learning rate, which has decayed since step "
-         "16, goes back to its peak"),
+         "16, goes back up"),
         (CONSTANT | dict(optimizer__decay_fraction=0), CONSTANT | dict(optimizer__decay_fraction=0), 20,
          "train.steps is raised from 20 to 40"),
+        (ROOT, ROOT, 16, "train.steps is raised from 20 to 40"),
         (CONSTANT, CONSTANT, 3, None),  # the warm-up takes 4 steps
         (CONSTANT, CONSTANT | dict(model__layers=3), 20, None),
         (dict(), dict(), 20, None),  # cosine
@@ -111,20 +113,20 @@ def rates(folder):
 @pytest.mark.slow
 def test_a_longer_run_goes_on_and_is_the_run_that_was_long_from_the_start(run, capsys):
     """Up to the rounding of nothing: its learning rate is the same in each step, and so are its losses."""
-    constant = ("--optimizer.schedule=constant", "--optimizer.decay-fraction=0", "--validation.every=0")
-    folder = run("run", *constant, "--train.steps=8")
+    endless = ("--optimizer.schedule=inverse-sqrt", "--optimizer.decay-fraction=0", "--validation.every=0")
+    folder = run("run", *endless, "--train.steps=8")
     capsys.readouterr()
-    run("run", *constant, "--train.steps=12")
+    run("run", *endless, "--train.steps=12")
     said = capsys.readouterr().err
     assert "train.steps is raised from 8 to 12\n" in said
     assert "train.steps is raised from 8 to 12\n" in (folder / "log.txt").read_text()
     assert load(str(folder / "config.toml"), {}).train.steps == 12
-    straight = run("straight", *constant, "--train.steps=12")
+    straight = run("straight", *endless, "--train.steps=12")
     assert rates(folder) == rates(straight)
     losses = [[line["loss"] for line in lines(one) if "loss" in line] for one in (folder, straight)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 12
-    run("run", *constant, "--train.steps=12")
+    run("run", *endless, "--train.steps=12")
     assert "is finished at step 12" in capsys.readouterr().err
 
 

@@ -29,7 +29,7 @@ def _phases(config: Config) -> Iterator[str]:
     steps = config.train.steps
     rule = config.optimizer
     decay = round(steps * rule.decay_fraction)
-    if rule.holds_peak and not config.train.epochs and rule.warmup <= steps < rule.warmup + decay:
+    if rule.open_ended and not config.train.epochs and rule.warmup <= steps < rule.warmup + decay:
         yield (
             f"optimizer.warmup {rule.warmup} and the decay of optimizer.decay_fraction {rule.decay_fraction} x "
             f"train.steps {steps} = {decay} are longer than the run; lower one of them"
