@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from jaxdist.config.values import CountOrZero, FractionFloat32, NonNegativeFloat32, PositiveFloat32, Section
-from jaxdist.optimizers.rule import UpdateRule
+from jaxdist.optimizers.rule import Role, UpdateRule
 from jaxdist.optimizers.schedules import SCHEDULES
 from jaxdist.optimizers.table import UPDATE_RULES
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 else:
     RuleName = Literal[*UPDATE_RULES]
     ScheduleName = Literal[*SCHEDULES]
+
+MOMENT_BYTES = {"float32": 4, "bfloat16": 2}
+"""The bytes of a number of a moment."""
 
 
 class OptimizerConfig(Section):
@@ -38,6 +41,8 @@ class OptimizerConfig(Section):
     """Decay of the first moment; for sgd the momentum."""
     beta2: FractionFloat32 = 0.95
     """Decay of the second moment; not used by sgd."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the moments between steps; bfloat16 is rounded stochastically."""
     weight_decay: NonNegativeFloat32 = 0.1
     """Decoupled weight decay of matrices; scales and biases do not decay."""
     clip: NonNegativeFloat32 = 1.0
@@ -51,6 +56,10 @@ class OptimizerConfig(Section):
     def rule(self) -> UpdateRule:
         """The row of the update rule."""
         return UPDATE_RULES[self.name]
+
+    def moment_bytes(self, role: Role) -> int:
+        """Return the bytes of the moments of each number of a parameter."""
+        return MOMENT_BYTES[self.moments] * self.rule.moments_of(role)
 
     @property
     def open_ended(self) -> bool:

@@ -77,8 +77,8 @@ class UpdateRule:
 
     transformation: Transformation
     moments: tuple[str, ...]
-    """The arrays that it keeps for each parameter that it moves, of its shape and in f32, by their names in the state
-    of the transformation."""
+    """The arrays that it keeps for each parameter that it moves, of its shape, by their names in the state of
+    the transformation. They are f32 in an update, and between updates what `optimizer.moments` says."""
     counters: int
     """Whole numbers that it keeps: its counts of updates, that of the learning-rate schedule among them."""
     betas: tuple[str, ...]

@@ -265,7 +265,7 @@ def widths(config: Config, p: Placed) -> Widths:
     """
     if not p.trained:
         return Widths(parameters=p.stored, optimizer=0, host=0)
-    moments = 4 * config.optimizer.rule.moments_of(p.place.role)
+    moments = config.optimizer.moment_bytes(p.place.role)
     if config.parallel.offload == "none":
         return Widths(parameters=4, optimizer=moments, host=0)
     if _masters_on_host(config):

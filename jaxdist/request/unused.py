@@ -139,6 +139,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "optimizer.decay_fraction": (ends_by_decay,),
     "optimizer.beta1": ALWAYS,
     "optimizer.beta2": (second_moment,),
+    "optimizer.moments": ALWAYS,
     "optimizer.weight_decay": ALWAYS,
     "optimizer.clip": ALWAYS,
     "optimizer.outer_rate": (outer_steps,),

@@ -165,6 +165,27 @@ def test_bytes_on_the_device_and_in_the_hosts_memory_are_predicted_exactly(mesh,
     assert held.host_traffic == held.host > 0
 
 
+@pytest.mark.parametrize(
+    ("mesh", "precision", "zero", "offload"),
+    [("4x2x1", "mixed", 3, "optimizer"), ("2x1x2", "float32", 1, "none"), ("replica=2,data=2", "bfloat16", 2, "none")],
+)
+def test_moments_in_bfloat16_take_half_of_the_bytes(mesh, precision, zero, offload):
+    """To the byte, without a program."""
+    c = config(mesh, precision, zero, accumulation=1)
+    pipe = PipelineConfig(microbatches=2) if mesh == "2x1x2" else PipelineConfig()
+    parallel = c.parallel.model_copy(update={"offload": offload})
+    held = []
+    for moments in ("float32", "bfloat16"):
+        changed = {"parallel": parallel, "pipeline": pipe, "optimizer": OptimizerConfig(moments=moments)}
+        run = Run(c.model_copy(update=changed))
+        with jax.set_mesh(run.mesh):
+            found = sum(map(own_bytes, jax.tree.leaves(run.engine.abstract())))
+        predicted = memory.predict(run.sharded)
+        assert found == predicted.arguments - predicted.batch + predicted.host
+        held.append(found)
+    assert held[0] - held[1] == 4 * sum(p.held for p in run.sharded.parameters)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd"])
 def test_other_update_rules_and_dropout(name):

@@ -40,7 +40,7 @@ LEGAL = {
         *("data.mixture", "data.validation_path", "data.validation_fraction", "data.text", "data.on_error"),
         *("data.dtype", "data.pack", "data.form", "data.learn", "data.long"),
         *("data.augment", "data.prefetch"),
-        *("optimizer.name", "optimizer.schedule", "optimizer.decay_fraction"),
+        *("optimizer.name", "optimizer.schedule", "optimizer.decay_fraction", "optimizer.moments"),
         *("train.global_batch_size", "train.accumulation", "cluster.process_id"),
         *("optimizer.outer_rate", "train.objective", "train.dpo_beta"),
         *("prompts", "chat", "system", "thinking", "top_p"),

@@ -19,6 +19,7 @@ from jaxdist.config import Config
 from jaxdist.config.stacks import forms_of
 from jaxdist.mesh import AXES, CONTEXT, EXPERT, MODEL, PIPELINE, REPLICA, abstract_mesh
 from jaxdist.models import Model, build_decoder
+from jaxdist.optimizers.rule import Role
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import EQUAL, Times
 from jaxdist.planning import collective_time, step_bytes
@@ -185,7 +186,7 @@ class Screen(Steps):
     @property
     def _moments(self) -> Column:
         """The bytes of the optimizer state, if all parameters are trained."""
-        return self._masters * len(self.config.optimizer.rule.moments)
+        return self.held * self.config.optimizer.moment_bytes(Role())
 
     # Time, in seconds of a step.
 

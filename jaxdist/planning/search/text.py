@@ -31,7 +31,7 @@ SHOWN = 10
 
 MEMORY_FORMULAS = {
     "parameters": "4 x elements at rest: divided by model, pipeline, and by data from ZeRO 1 on",
-    "optimizer": "4 x elements at rest x moments of the update rule",
+    "optimizer": "4, or 2 in bfloat16, x elements at rest x moments of the update rule",
     "their bfloat16 copy": "2 x elements in use, at ZeRO 3 at rest",
     "errors of compression": "4 x elements that cross the replicas",
     "at the last outer step": "4 x elements at rest, and as much again with outer momentum",

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from jaxdist.config import OptimizerConfig
 from jaxdist.models import Params
 from jaxdist.optimizers.schedules import SCHEDULES
+from jaxdist.training.forward.rounded_moments import rounded
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -60,7 +61,8 @@ def optimizer(config: OptimizerConfig, steps: int, roles: Params) -> optax.Gradi
 
     `roles` has a `Role` for each parameter, nested as they are; weight decay is for those that it says decay.
     """
-    return config.rule.transformation(config, schedule(config, steps), roles)
+    rule = config.rule.transformation(config, schedule(config, steps), roles)
+    return rule if config.moments == "float32" else rounded(rule, config.rule.moments)
 
 
 def clip(grads: Params, norm: Float[Array, ""], limit: float) -> Params:
