@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Literal
 
@@ -96,9 +96,12 @@ def test_help_leaves_out_what_a_command_does_not_use(capsys):
 
 
 def test_help_is_fast():
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "jaxdist.train", "--help"], check=True, capture_output=True)
-    assert time.perf_counter() - began < 2.0  # four times what is promised
+    """In seconds of the processor, because those of the clock also go to the other programs of a busy machine."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "jaxdist.train", "--help"], check=True, capture_output=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used < 2.0  # four times what is promised
 
 
 def test_parsing_imports_nothing_heavy(tmp_path):
