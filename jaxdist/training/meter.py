@@ -1,4 +1,8 @@
-"""From the raw results of steps to the figures of a line: read one step late, so that the devices never wait."""
+"""From the raw results of steps to the figures of a line.
+
+Results stay on the devices until a line of the log is due. They are read when the next step is on its way, so that the
+devices never wait for the host.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,9 @@ from jaxdist.training.forward.step import Metrics
 from jaxdist.training.metrics import Log
 
 Item = TypeVar("Item")
+
+MOST_UNREAD = 100
+"""Steps whose results stay on the devices at most, however rarely lines are written."""
 
 
 class Diverged(RuntimeError):
@@ -53,8 +60,24 @@ class Reporting:
     """Watches the routers of a model that has some."""
 
 
+@dataclass
+class Unread:
+    """Steps whose results are on the devices: one, or a round of local steps."""
+
+    steps: range
+    metrics: Metrics
+    """The results of the last of them; it may be on its way."""
+    ended: float | None = None
+    """When that step was seen to have ended; None before."""
+    data_seconds: float = 0.0
+    """The wait for data since the line before, up to then."""
+
+
 class Meter:
-    """Holds each step's metrics until the next step is on its way, then logs them; keeps the time."""
+    """Keeps the time of steps, and their results on the devices until a line is due; then it reads and logs them all.
+
+    At most two steps are on their way: `step` waits for the one before, without reading anything of it.
+    """
 
     def __init__(self, reporting: Reporting, log: Log, first: int = 0):
         """`first` is the step that the run resumes from."""
@@ -63,27 +86,31 @@ class Meter:
         self.device = reporting.mesh.local_devices[0]
         self.devices = reporting.mesh.devices.size
         self.steps = reporting.steps
-        self.pending: tuple[int, Metrics] | None = None
-        """The step that is on its way."""
+        self.unread: list[Unread] = []
+        """What has not been read; the last may be on its way."""
         self.newest: Metrics | None = None
         """The results of the newest step, on the devices; it may be on its way."""
         self.predicted = reporting.predicted
         """Predicted bytes of a device; None once they have been logged beside the measured ones of the first step."""
+        self.taken = first
+        """The last step that was given to the devices."""
         self.ended = first
-        """The last step whose results were logged."""
+        """The last step whose results were read."""
+        self._shown: dict[str, Any] = {}
+        """The figures of that step, which the bar shows."""
         self._unwritten: dict[str, Any] | None = None
         """The figures of that step, where no line has them."""
         self.restart()
 
     def catch_up(self) -> None:
-        """Log a step that has ended, before a wait for data would count as its time."""
-        if self.pending is None:
+        """Note that a step has ended, and log what is due, before a wait for data would count as its time."""
+        if not self.unread:
             return
-        _, metrics = self.pending
+        loss = self.unread[-1].metrics.loss
         # On CPU this waits for the step: its cores have nothing else to do, and a call of the step returns sometimes
         # before and sometimes after its end, so that one step's time would count as another's.
-        if self.device.platform == "cpu" or metrics.loss.is_ready():  # type: ignore[attr-defined]  # JAX's stubs lack it
-            self.flush()
+        if self.device.platform == "cpu" or loss.is_ready():  # type: ignore[attr-defined]  # JAX's stubs lack it
+            self._see_end()
 
     def next(self, batches: Iterator[Item]) -> Item | None:
         """Return the next batch, or None where there is none; the wait for it counts as `data_seconds`."""
@@ -93,32 +120,56 @@ class Meter:
         return batch
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Note that `step` is on its way, and log the results of the one before it."""
-        self.flush()
-        self.pending = (step, metrics)
+        """Note that `step` is on its way, wait for the one before it, and log what is due. Raises `Diverged`."""
+        self._see_end()
+        self.unread.append(Unread(range(self.taken + 1, step + 1), metrics))
+        self.taken = step
         self.newest = metrics
 
     def flush(self) -> None:
-        """Wait for the step that is on its way and log its results. Raises `Diverged`."""
-        if self.pending is None:
+        """Wait for the step that is on its way, and read the results of all steps. Raises `Diverged`."""
+        self._see_end()
+        self._read()
+
+    def _see_end(self) -> None:
+        """Wait for the step that is on its way, and read all results if a line is due."""
+        if not self.unread or self.unread[-1].ended is not None:
             return
-        step, metrics = self.pending
-        self.pending = None
-        metrics = jax.device_get(metrics)
-        # More than one at the end of a round of local steps.
-        steps = range(self.ended + 1, step + 1)
+        newest = self.unread[-1]
+        jax.block_until_ready(newest.metrics.loss)
+        newest.ended = time.perf_counter()
+        newest.data_seconds = self.data_seconds
+        self._compare_memory()
+        self.log.progress(newest.steps[-1], self._shown)
+        if self._due(newest.steps) or len(self.unread) >= MOST_UNREAD:
+            self._read()
+
+    def _due(self, steps: range) -> bool:
+        """Return whether a line is to be written after these steps."""
+        return steps[-1] == self.steps or any(step % self.reporting.every == 0 for step in steps)
+
+    def _read(self) -> None:
+        """Read the results of all steps, which have ended, and report them one after the other. Raises `Diverged`."""
+        unread = self.unread
+        self.unread = []
+        for one, metrics in zip(unread, jax.device_get([one.metrics for one in unread]), strict=True):
+            self._report(one, metrics)
+
+    def _report(self, one: Unread, metrics: Metrics) -> None:
+        """Report what was read of a step, and write its line if that is due. Raises `Diverged`."""
+        step = one.steps[-1]
         self.ended = step
-        self.count += len(steps)
-        values = self._figures(step, metrics)
-        self._compare_memory(values["memory_bytes"])
-        warning = self.reporting.collapse.warning(steps, values) if self.reporting.collapse else ""
+        self.count += len(one.steps)
+        values = self._figures(one, metrics)
+        warning = self.reporting.collapse.warning(one.steps, values) if self.reporting.collapse else ""
         if warning:
             self.log.say(warning)
-        self.log.progress(values)
+        self.log.progress(step, values)
+        self._shown = values
         self._unwritten = values
         # The last step before the end of the run is always logged, whatever ends it.
         diverged = metrics.skipped_in_a_row >= self.reporting.max_skipped
-        if any(one % self.reporting.every == 0 for one in steps) or step == self.steps or diverged:
+        if self._due(one.steps) or diverged:
             self._write(values)
         if metrics.skipped_in_a_row:
             self.log.say(
@@ -133,7 +184,7 @@ class Meter:
     def end(self, step: int) -> None:
         """Let the run have no steps after `step`, and write the line of that step, also where it was not due."""
         self.steps = step
-        # One that is on its way is written when it is through.
+        # One that has not been read is written when it is.
         if self._unwritten and self.ended == step:
             self._write(self._unwritten)
 
@@ -159,8 +210,9 @@ class Meter:
         self._unwritten = None
         self.restart()
 
-    def _compare_memory(self, measured: float | None) -> None:
+    def _compare_memory(self) -> None:
         """Log the measured peak beside the prediction, once, after the first step."""
+        measured = peak_bytes(self.device) if self.predicted else None
         if not self.predicted or not measured:
             return
         there = size(measured)
@@ -168,9 +220,11 @@ class Meter:
         self.log.say(f"memory      {there} at most on a device until now, after the first step; {predicted} predicted")
         self.predicted = None
 
-    def _figures(self, step: int, metrics: Metrics) -> dict[str, float | int | None]:
+    def _figures(self, one: Unread, metrics: Metrics) -> dict[str, float | int | None]:
+        assert one.ended is not None, "a step is read after its end"
         of = self.reporting
-        seconds = (time.perf_counter() - self.started) / self.count
+        step = one.steps[-1]
+        seconds = (one.ended - self.started) / self.count
         rate = of.per_step / seconds
         values: dict[str, float | int | None] = {
             "step": step,
@@ -184,7 +238,7 @@ class Meter:
         values |= {
             f"{of.unit}s": step * of.per_step,
             "step_seconds": seconds,
-            "data_seconds": self.data_seconds / self.count,
+            "data_seconds": one.data_seconds / self.count,
             f"{of.unit}s_per_second": rate,
             "mfu": mfu(rate, of.flops, self.devices, of.peak),
             "memory_bytes": peak_bytes(self.device),

@@ -107,9 +107,9 @@ class Log:
         if self._wandb:
             self._call_wandb("log", named, step=step)
 
-    def progress(self, values: Values) -> None:
-        """Move the bar of a terminal to `values["step"]`; a pipe or file has its lines."""
-        self.screen.move("training", int(_number(values, "step")), self._steps, _figures(values))
+    def progress(self, step: int, values: Values) -> None:
+        """Move the bar of a terminal to `step`, beside the newest figures, if any; a pipe or file has its lines."""
+        self.screen.move("training", step, self._steps, _figures(values) if values else "")
 
     def pause(self) -> None:
         """Leave the bar as it is and free the terminal."""
@@ -142,7 +142,7 @@ class SilentLog(Log):
     def samples(self, step: int, texts: list[str]) -> None:
         """Do nothing."""
 
-    def progress(self, values: Values) -> None:
+    def progress(self, step: int, values: Values) -> None:
         """Do nothing."""
 
 

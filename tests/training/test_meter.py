@@ -3,6 +3,7 @@
 import io
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ def test_where_a_call_waits_for_the_step_each_step_has_its_own_time(monkeypatch)
     now, lines = 0.0, []
     monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: now))
     config = Config(train=dict(steps=3, global_batch_size=4), optimizer=dict(warmup=0), log=dict(every=1))
-    log = SimpleNamespace(say=print, progress=lambda values: None, metrics=lines.append)
+    log = SimpleNamespace(say=print, progress=lambda step, values: None, metrics=lines.append)
     measured = meter.Meter(reporting_of(Run(config, devices=jax.devices()[:1])), log)
     zero = jnp.zeros((), jnp.int32)
     for step in (1, 2, 3):
@@ -49,7 +50,7 @@ class Played:
         train = dict(steps=100, global_batch_size=8, accumulation=2)
         config = Config(mesh="2x1x1", train=train, log=dict(every=every))
         self.run = Run(config, devices=jax.devices()[:2])
-        log = SimpleNamespace(say=print, progress=lambda values: None, metrics=self.lines.append)
+        log = SimpleNamespace(say=print, progress=lambda step, values: None, metrics=self.lines.append)
         self.meter = meter.Meter(reporting_of(self.run), log)
 
     def step(self, number: int, seconds: float, wait: float = 0.0) -> None:
@@ -82,6 +83,91 @@ def test_the_learning_rate_is_looked_up_and_not_computed_at_every_step(monkeypat
     asked = [0, 1, 2, 3, 1000, 3999, 4000, 8999]
     assert [rates(update) for update in asked] == pytest.approx([float(rate(update)) for update in asked], rel=1e-6)
     assert computed == [4000, 4000, 4000]
+
+
+class OnDevice:
+    """A number on a device that tells when the host waits for it and when it takes it; nothing else can be asked."""
+
+    def __init__(self, value: float, name: str, told: list[str]):
+        self.value, self.name, self.told = value, name, told
+
+    def block_until_ready(self):
+        self.told.append(f"wait {self.name}")
+
+    def is_ready(self) -> bool:
+        return False
+
+    def __array__(self, dtype=None, copy=None):
+        self.told.append(f"read {self.name}")
+        return np.asarray(self.value)
+
+
+def on_devices(monkeypatch, told: list[str], every: int, skipped: tuple[int, ...] = (), steps: int = 100):
+    """A meter of GPUs that logs every so many steps, and a function that takes a step, which may be skipped."""
+    played = Played(monkeypatch, every)
+    monkeypatch.setattr(played.meter, "device", SimpleNamespace(platform="gpu", memory_stats=lambda: None))
+    monkeypatch.setattr(played.meter, "steps", steps)
+    played.meter.log.say = told.append
+    in_a_row = 0
+
+    def take(step: int) -> None:
+        nonlocal in_a_row
+        in_a_row = in_a_row + 1 if step in skipped else 0
+        counts = (np.int32(1), np.int32(len([one for one in skipped if one <= step])), np.int32(in_a_row))
+        told.append(f"call {step}")
+        played.now += 10.0
+        played.meter.step(step, Metrics(OnDevice(2.0 + step, str(step), told), np.float32(1), *counts, {}))
+        played.meter.catch_up()
+
+    return played, take
+
+
+def test_between_lines_the_host_reads_nothing_and_waits_for_the_step_before_alone(monkeypatch):
+    """A copy, a comparison or a sum of a result would wait for the devices, which then wait for the host."""
+    told = []
+    played, take = on_devices(monkeypatch, told, every=3)
+    for step in range(1, 6):
+        take(step)
+    first = ["call 1", "call 2", "wait 1", "call 3", "wait 2"]
+    assert told == [*first, "call 4", "wait 3", "read 1", "read 2", "read 3", "call 5", "wait 4"]
+    played.pause(1.0)
+    assert told[-3:] == ["wait 5", "read 4", "read 5"]
+    assert [(line["step"], line["loss"]) for line in played.lines] == [(3, 5.0)]
+
+
+def test_however_rare_lines_are_not_all_results_stay_on_the_devices(monkeypatch):
+    told = []
+    _, take = on_devices(monkeypatch, told, every=1000, steps=1000)
+    monkeypatch.setattr(meter, "MOST_UNREAD", 4)
+    for step in range(1, 11):
+        take(step)
+    assert [one for one in told if one.startswith("read")] == [f"read {step}" for step in range(1, 9)]
+
+
+def test_skipped_steps_are_reported_one_by_one_and_the_first_that_is_too_much_ends_the_run(monkeypatch):
+    """As if each had been read when it ended, with its own time: the run goes on until the next line, but not more."""
+    told = []
+    played, take = on_devices(monkeypatch, told, every=8, skipped=(2, 4, 5, 6))
+    monkeypatch.setattr(played.meter, "reporting", replace(played.meter.reporting, max_skipped=2))
+    for step in range(1, 9):
+        take(step)
+    with pytest.raises(meter.Diverged, match="2 steps in a row up to step 5 were not finite"):
+        take(9)
+    said = [one.partition(":")[0] for one in told if one.endswith("in all)")]
+    assert said == ["step 2", "step 4", "step 5"]
+    (line,) = played.lines
+    # Step 5 was seen to have ended when step 6 had been called.
+    assert (line["step"], line["skipped"], line["step_seconds"]) == (5, 3, 12.0)
+
+
+def test_a_run_that_ends_at_a_step_between_lines_has_its_line(monkeypatch):
+    told = []
+    played, take = on_devices(monkeypatch, told, every=10)
+    for step in range(1, 4):
+        take(step)
+    played.meter.end(3)
+    played.meter.flush()
+    assert [line["step"] for line in played.lines] == [3]
 
 
 def test_validating_and_saving_are_no_part_of_a_step(monkeypatch):
@@ -122,7 +208,7 @@ def routed():
     model = dict(family="moe", experts=8, expert_mlp=16)
     config = Config(model=model, train=dict(steps=1000, global_batch_size=4), log=dict(every=1))
     lines, said = [], []
-    log = SimpleNamespace(say=said.append, progress=lambda values: None, metrics=lines.append)
+    log = SimpleNamespace(say=said.append, progress=lambda step, values: None, metrics=lines.append)
     return meter.Meter(reporting_of(Run(config, devices=jax.devices()[:1])), log), lines, said
 
 

@@ -269,7 +269,7 @@ def test_a_terminal_gets_a_bar(tmp_path):
     with Log(config.log, RunFolder(tmp_path), 4, 0, Screen(screen)) as log:
         for step in range(1, 5):
             values = dict.fromkeys(KEYS, 1.0) | {"step": step, "mfu": 0.41, "loss": 2.5, "tokens_per_second": 12345.0}
-            log.progress(values)
+            log.progress(step, values)
             log.metrics(values)
     assert "loss 2.5000  12,345 tokens/s  MFU 41.0%" in screen.getvalue()
     assert "4/4" in screen.getvalue()
@@ -443,7 +443,7 @@ def test_a_terminal_has_a_bar_and_the_log_has_the_lines(tmp_path):
     log.open(tmp_path / "log.txt", rotates=True)
     with Log(LogConfig(tensorboard=False), RunFolder(tmp_path), 4, 0, Screen(Terminal(), log)) as sinks:
         values = dict.fromkeys(KEYS, 1.0) | {"step": 2, "mfu": None, "loss": 2.5}
-        sinks.progress(values)
+        sinks.progress(2, values)
         sinks.metrics(values)
         sinks.say("a note")
     log.close()
