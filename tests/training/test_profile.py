@@ -202,12 +202,12 @@ def test_a_run_that_goes_on_traces_what_is_left(first, took, tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_a_traced_run_learns_the_same_and_shows_its_all_reduces(run, capsys):
-    small = ("--mesh=2x1x1", "--train.steps=4", "--checkpoint.every=4", "--validation.every=2", "--model.layers=1")
+    small = ("--mesh=2x1x1", "--train.steps=4", "--checkpoint.every=4", "--validation.every=4", "--model.layers=1")
     plain = run("plain", *small)
     assert not (plain / "profile").exists()
     capsys.readouterr()
-    traced = run("traced", *small, "--profile.steps=2-3")
-    figures = lambda folder: [{name: line[name] for name in FIGURES if name in line} for line in lines(folder)]
+    traced = run("traced", *small, "--profile.steps=2-3", "--log.every=4")
+    figures = lambda folder: [{name: line[name] for name in FIGURES if name in line} for line in lines(folder)[-2:]]
     assert figures(traced) == figures(plain)
     assert np.array_equal(parameters(traced, 4), parameters(plain, 4))
     told = capsys.readouterr().err
@@ -218,6 +218,11 @@ def test_a_traced_run_learns_the_same_and_shows_its_all_reduces(run, capsys):
     events = read(path)
     json.dumps(events, allow_nan=False)
     assert all({"ph", "pid", "ts", "dur"} <= set(one) for one in events if one and one["ph"] == "X")
+    # Between lines of the log the host calls the step, and reads nothing of it; the trace ends with a read.
+    called = [(one["name"], one["ts"]) for one in events if one and one.get("name", "").startswith("PjitFunction(")]
+    assert {name for name, _ in called} == {"PjitFunction(jit(train))"}
+    reads = [one["ts"] for one in events if one and one.get("name") == "np.asarray(jax.Array)"]
+    assert 0 < max(at for _, at in called) < min(reads)
     told_of = [one["args"] for one in events if one.get("args", {}).get("hlo_module") == "jit_train"]
     calls = Counter((one["device_ordinal"], one["hlo_op"]) for one in told_of if "all-reduce" in one["hlo_op"])
     assert set(calls.values()) == {2}  # each in two steps, no more
