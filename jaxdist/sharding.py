@@ -54,9 +54,12 @@ STEERED = "steered"
 STAGES = "stages"
 """The logical axis of the dim that stacks the stages of a pipeline."""
 
-SHARED = {"head_norm": "heads", "activation": "mlp", "rank_of_heads": "heads", "rank_of_mlp": "mlp"}
+SHARED = {"head_norm": "heads", "activation": "mlp", "rank_of_heads": "heads", "rank_of_mlp": "mlp"} | {
+    "rank_of_stream": RESIDUAL
+}
 """The logical axes of parameters that are alike along another one: all heads have the same scale of a norm, all values
-of an MLP the same numbers of its activation, and all parts of an adapted weight share one half of its adapter."""
+of an MLP the same numbers of its activation, and all parts of an adapted weight share one half of its adapter; all
+tokens of the residual stream share both halves of one beside a weight that nothing splits."""
 
 LETTERS = dict(
     B=BATCH,

@@ -11,8 +11,10 @@ from jaxdist.config.values import Suggested
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-TARGETS = (*ATTENTION, *MLP)
-"""The weights that can have an adapter."""
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+"""Weights of latent attention, which has `o_proj` too, and `q_proj` where queries have no latent vector."""
+TARGETS = (*ATTENTION, *MLP, *LATENT)
+"""The weights that can have an adapter. Dropout draws by their places in this order."""
 
 NEVER = {
     "embed_tokens": "the embedding table is looked up, not multiplied",

@@ -266,16 +266,17 @@ class Entering(NamedTuple):
 
     width: int
     """Of what enters the weights."""
-    multiplied: int
-    """Of that, what weights multiply, whose gradients need it."""
+    multiplying: list[list[Matmul]]
+    """For each vector that enters, the weights that multiply it, whose gradients need it."""
 
 
 def entering(config: ModelConfig, logical: str) -> Entering:
     """Return what enters the weights of a layer that are split along `logical`."""
+    columns = columns_of(config)[logical]
     if logical == "heads" and config.kv_latent:
-        into = (config.q_latent or config.embed) + config.kv_latent
-        return Entering(into + config.rope_dim, into)
-    return Entering(config.embed, config.embed)
+        into = sum(matmul.into for matmul in columns)
+        return Entering(into + config.rope_dim, [[matmul] for matmul in columns])
+    return Entering(config.embed, [columns])
 
 
 def _attention(config: ModelConfig) -> Iterator[Matmul]:
@@ -289,7 +290,7 @@ def _attention(config: ModelConfig) -> Iterator[Matmul]:
 
 
 def _latent_attention(config: ModelConfig) -> Iterator[Matmul]:
-    """Yield the weights of latent attention (MLA; DeepSeek-V2, 2024, section 2.1), which have no adapters.
+    """Yield the weights of latent attention (MLA; DeepSeek-V2, 2024, section 2.1).
 
     Nothing splits those that make what all heads share.
     """
@@ -298,16 +299,16 @@ def _latent_attention(config: ModelConfig) -> Iterator[Matmul]:
     shared = ("norm", None)
     if config.q_latent:
         q_down = (Part("q_a_proj", "A"),)
-        yield Matmul("attention.q_down", "DA", "D", q_down, sizes, norm, adaptable=False, whole=shared)
+        yield Matmul("attention.q_down", "DA", "D", q_down, sizes, norm, whole=shared)
         q_up = (Part("q_b_proj", "NH"),)
-        yield Matmul("attention.q_up", "ANH", "A", q_up, sizes, "attention.q_norm", adaptable=False)
+        yield Matmul("attention.q_up", "ANH", "A", q_up, sizes, "attention.q_norm")
     else:
-        yield Matmul("attention.q", "DNH", "D", (Part("q_proj", "NH"),), sizes, norm, adaptable=False)
+        yield Matmul("attention.q", "DNH", "D", (Part("q_proj", "NH"),), sizes, norm)
     kv_down = (Part("kv_a_proj_with_mqa", "X"),)
-    yield Matmul("attention.kv_down", "DX", "D", kv_down, sizes, norm, adaptable=False, whole=shared)
+    yield Matmul("attention.kv_down", "DX", "D", kv_down, sizes, norm, whole=shared)
     kv_up = (Part("kv_b_proj", "NW"),)
-    yield Matmul("attention.kv_up", "ZNW", "Z", kv_up, sizes, "attention.kv_norm", adaptable=False)
-    yield replace(_out(config, "NUD", sizes), adaptable=False)
+    yield Matmul("attention.kv_up", "ZNW", "Z", kv_up, sizes, "attention.kv_norm")
+    yield _out(config, "NUD", sizes)
 
 
 def _out(config: ModelConfig, letters: str, sizes: Mapping[str, int]) -> Matmul:

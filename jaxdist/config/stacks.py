@@ -56,13 +56,17 @@ def forms_of(config: ModelConfig) -> str:
 
 
 def why_no_stages(config: ModelConfig) -> str:
-    """Return why the layers make no stages of a pipeline; empty where all have the same parameters."""
+    """Return why the layers make no stages of a pipeline; empty where all have the same parameters.
+
+    Stages are one program, which takes as long as its longest stage: with a stack of each form in every stage, each of
+    them would run, in each tick, the dense layers that only the first one needs.
+    """
     forms = forms_of(config)
     if not forms:
         return ""
     return (
-        f"the layers of {config.family} are {forms}, with different parameters, and stages of a pipeline have layers "
-        f"of one form; set pipeline to 1"
+        f"the layers of {config.family} are {forms}, with different parameters, and all stages of a pipeline run one "
+        f"program on layers of one form; set pipeline to 1, and split the layers over model, data and expert"
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from jaxdist.config import ModelConfig, lora
 from jaxdist.config.matmuls import FUSED, Matmul, matmuls_of
+from jaxdist.config.stacks import path_to, stacks_of
 from jaxdist.huggingface.families import Leaf, family_of, sizes_of
 from jaxdist.huggingface.parts import Span, shape_of
 
@@ -64,10 +65,14 @@ class PairPlace:
 def pairs_of(model: ModelConfig) -> list[PairPlace]:
     """Return the pairs of a run, in the order of the weights that they stand beside."""
     leaves = {leaf.path: leaf for leaf in family_of(model).leaves}
-    adapted = lora.adapted(model)
-    matmuls = [matmul for matmul in matmuls_of(model).values() if matmul.adaptable]
-    pairs = [pair for matmul in matmuls for pair in _beside(leaves[f"blocks.{matmul.path}"], matmul)]
-    return [pair for pair in pairs if pair.target in adapted]
+    found = []
+    for name, stack in stacks_of(model).items():
+        adapted = lora.adapted(stack)
+        for matmul in matmuls_of(stack).values():
+            if matmul.adaptable:
+                pairs = _beside(leaves[path_to(name) + matmul.path], matmul)
+                found += [pair for pair in pairs if pair.target in adapted]
+    return found
 
 
 def _beside(leaf: Leaf, matmul: Matmul) -> Iterator[PairPlace]:

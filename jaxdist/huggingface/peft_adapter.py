@@ -72,7 +72,7 @@ def adapter_config(model: ModelConfig, base: Path | None) -> dict[str, Any]:
         "r": model.lora_rank,
         "lora_alpha": _number(alpha),
         "lora_dropout": model.lora_dropout,
-        "target_modules": [_short(model, module.piece) for module in modules],
+        "target_modules": list(dict.fromkeys(_short(model, module.piece) for module in modules)),
         "rank_pattern": {name: count * model.lora_rank for name, count in several.items()},
         "alpha_pattern": {name: _number(count * alpha) for name, count in several.items()},
         # The weights of GPT-2 are [in, out] (Conv1D), of the others [out, in].
@@ -116,9 +116,13 @@ class Module:
         """Return how the names of PEFT's two tensors of a layer begin."""
         return PREFIX + self.piece.name_at((layer,)).removesuffix(".weight")
 
+    def layers(self, model: ModelConfig) -> range:
+        """Return the layers of its stack, from 0."""
+        return range(self.leaf.sizes(sizes_of(model))["L"])
+
     def halves(self, model: ModelConfig) -> Iterator[Half]:
         """Yield PEFT's two tensors of each layer."""
-        for layer in range(model.layers):
+        for layer in self.layers(model):
             name = self.name(layer)
             yield Half(f"{name}.lora_A.weight", self, model, layer, first=True)
             yield Half(f"{name}.lora_B.weight", self, model, layer, first=False)
@@ -170,12 +174,14 @@ class Half:
 
 def modules_of(model: ModelConfig) -> list[Module]:
     """Return the modules with adapters."""
-    modules: dict[str, Module] = {}
+    modules: dict[tuple[str, int], Module] = {}
     for pair in pairs_of(model):
         piece = pair.leaf.pieces[0]
         if len(pair.leaf.pieces) > 1:
             names = [part.name for part in pair.matmul.parts]
             piece = pair.leaf.pieces[names.index(pair.target)]
-        before = modules[piece.name].pairs if piece.name in modules else ()
-        modules[piece.name] = Module(pair.leaf, piece, (*before, pair))
+        # The stacks of a model have modules of the same names in layers of different numbers.
+        key = piece.name, piece.first
+        before = modules[key].pairs if key in modules else ()
+        modules[key] = Module(pair.leaf, piece, (*before, pair))
     return list(modules.values())

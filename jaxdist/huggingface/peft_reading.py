@@ -125,7 +125,7 @@ class PeftAdapter:
     def _there(self, model: ModelConfig) -> Iterator[tuple[Module, int, str]]:
         """Yield (module, layer, name in PEFT's tensors) of each pair that the folder has among those of `model`."""
         for module in modules_of(model):
-            for layer in range(model.layers):
+            for layer in module.layers(model):
                 name = module.name(layer)
                 if f"{name}.lora_A.weight" in self.entries:
                     yield module, layer, name

@@ -8,7 +8,8 @@ B is zero at first, so that a model begins as it was. Weights that lie fused in 
 
 Where the model axis splits the columns of W it splits those of B, and all of its devices have A; where it splits the
 rows, it splits those of A, and all have B. So a pair needs no collective of its own: what it adds is on the device that
-needs it, or it is a partial sum, as x W is. The gradient of the half that all devices have is a partial sum too.
+needs it, or it is a partial sum, as x W is. The gradient of the half that all devices have is a partial sum too. Where
+nothing splits W, all devices have both halves, and each the gradients of its tokens on the residual stream.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxdist.config import ModelConfig, lora
@@ -29,7 +31,7 @@ from jaxdist.config.matmuls import FUSED, Matmul, matmuls_of
 from jaxdist.models.dropout import dropped, masks
 from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.parameters import constant, normal
-from jaxdist.models.projections import Column, Projection, Row
+from jaxdist.models.projections import Column, Projection, Row, Whole
 from jaxdist.parallel import region
 from jaxdist.parallel.tensor import PRODUCT, einsum
 from jaxdist.sharding import LETTERS, Layout, LogicalAxes, Tree, wide
@@ -48,8 +50,8 @@ class Shape:
     input_axes: LogicalAxes
     outputs: tuple[int, ...]
     output_axes: LogicalAxes
-    shared: str
-    """The logical axis of the rank in the half that no mesh axis splits."""
+    rank_axes: tuple[str | None, str | None]
+    """The logical axes of the rank in A and in B; one in `SHARED` in a half that no mesh axis splits."""
 
     @classmethod
     def of(cls, matmul: Matmul, target: str) -> Shape:
@@ -60,13 +62,17 @@ class Shape:
         def of(letters: str) -> tuple[tuple[int, ...], LogicalAxes]:
             return tuple(sizes[letter] for letter in letters), matmul.axes_of(letters, [part])
 
-        dims = f"BS{matmul.inputs},{matmul.inputs}R,R{matmul.outputs}->BS{matmul.outputs}"
-        return cls(dims, *of(matmul.inputs), *of(matmul.outputs), f"rank_of_{matmul.split}")
-
-    @property
-    def rank_axes(self) -> tuple[str, str]:
-        """The logical axes of the rank in A and in B."""
-        return (self.shared, "rank") if self.input_axes == ("embed",) else ("rank", self.shared)
+        tokens = "Bs" if matmul.whole else "BS"
+        dims = f"{tokens}{matmul.inputs},{matmul.inputs}R,R{matmul.outputs}->{tokens}{matmul.outputs}"
+        inputs, input_axes = of(matmul.inputs)
+        outputs, output_axes = of(matmul.outputs)
+        if matmul.whole:
+            input_axes = (None,) * len(inputs)
+            rank_axes = ("rank_of_stream", "rank_of_stream")
+        else:
+            shared = f"rank_of_{matmul.split}"
+            rank_axes = (shared, "rank") if matmul.is_column else ("rank", shared)
+        return cls(dims, inputs, input_axes, outputs, output_axes, rank_axes)
 
 
 class LowRank(nnx.Module):
@@ -120,13 +126,22 @@ class LowRank(nnx.Module):
         operands, out = self.dims.split("->")
         x_dims, a_dims, b_dims = operands.split(",")
         if keys:
-            keep = masks(keys[0], layout.positions(x.shape[1]), self.whole, self.rate, self.site)
+            positions = layout.positions(x.shape[1], LETTERS[x_dims[1]])
+            keep = masks(keys[0], positions, self.whole, self.rate, self.site)
             # A device takes its part of what is drawn for all heads, or for the whole width.
             x = dropped(x, region.own(keep, layout.split(LETTERS.get(x_dims[2])), dim=2), self.rate)
         accumulate = wide(x.dtype)
-        low = jnp.einsum(f"{x_dims},{a_dims}->BSR", x, a, preferred_element_type=accumulate)
+        tokens = x_dims[:2]
+        low = jnp.einsum(f"{x_dims},{a_dims}->{tokens}R", x, a, preferred_element_type=accumulate)
         low = (self.scale * low).astype(x.dtype)
-        return jnp.einsum(f"BSR,{b_dims}->{out}", low, b, preferred_element_type=accumulate).astype(x.dtype)
+        return jnp.einsum(f"{tokens}R,{b_dims}->{out}", low, b, preferred_element_type=accumulate).astype(x.dtype)
+
+    def product(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Return (alpha / r) A B, which is added to the weight, as one device holds it."""
+        a = self.a[...]
+        b = self.b[...]
+        low = (self.scale * a).astype(wide(dtype))
+        return jnp.tensordot(low, b.astype(low.dtype), 1).astype(dtype)
 
 
 BlockT = TypeVar("BlockT", bound=nnx.Module)
@@ -160,6 +175,26 @@ class AdaptedColumn(Column):
         # Named too, so that a layer that keeps its products need not add to them again.
         return checkpoint_name(y, PRODUCT)
 
+    def entire(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Return the weight with what its pair adds to it."""
+        w = super().entire(dtype)
+        (target,) = self.pieces
+        return w + getattr(self, target).product(dtype)
+
+
+class AdaptedWhole(Whole):
+    """A projection that nothing splits, with a pair under the name of its weight."""
+
+    def __init__(self, inner: Projection, matmul: Matmul, pairs: dict[str, LowRank]):
+        self.take_over(inner)
+        ((self.target, pair),) = pairs.items()
+        setattr(self, self.target, pair)
+
+    def multiply(self, x: Float[Array, "B s D"], w: Float[Array, "..."], inputs: BlockInputs) -> Float[Array, "B s _"]:
+        """Return the product with the weight, plus what the pair makes of `x`."""
+        y = super().multiply(x, w, inputs) + getattr(self, self.target)(x, inputs)
+        return checkpoint_name(y, PRODUCT)
+
 
 class AdaptedRow(Row):
     """A row-parallel projection with a pair, under the name of its weight; they make partial sums together."""
@@ -183,7 +218,10 @@ def adapt(block: BlockT, config: ModelConfig, layout: Layout, rngs: nnx.Rngs) ->
             continue
         pairs = {name: LowRank(config, layout, name, Shape.of(matmul, name), rngs) for name in names}
         owner, name = matmul.path.split(".")
-        around = AdaptedColumn if matmul.is_column else AdaptedRow
+        if matmul.whole:
+            around: type[Projection] = AdaptedWhole
+        else:
+            around = AdaptedColumn if matmul.is_column else AdaptedRow
         setattr(getattr(block, owner), name, around(getattr(getattr(block, owner), name), matmul, pairs))
     return block
 

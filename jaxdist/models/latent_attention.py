@@ -82,11 +82,11 @@ class LatentAttention(CausalAttention):
         """
         if attend is None:
             return super().__call__(x, inputs)
-        latents = self._latents(x)
+        latents = self._latents(x, inputs)
         q, q_turned = self._queries(latents, inputs)
         latent = enter(self.layout, latents.kv, "heads")[:, :, None]
         k_turned = self._turned(enter(self.layout, latents.k_turned, "heads")[:, :, None], inputs)
-        to_keys, to_values = jnp.split(self.kv_up.whole(self.kv_up.held, x.dtype), [self.unturned], axis=2)
+        to_keys, to_values = jnp.split(self.kv_up.entire(x.dtype), [self.unturned], axis=2)
         q = jnp.einsum("BSNY,ZNY->BSNZ", q, to_keys)
         key = jnp.concatenate([latent, k_turned], -1)
         scores = replace(self.scores, values_in_keys=latent.shape[-1])
@@ -97,16 +97,16 @@ class LatentAttention(CausalAttention):
         self, x: Float[Array, "B s D"], inputs: BlockInputs
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N H"], Float[Array, "B S N U"]]:
         """Return queries, keys and values; positions turn the last dims of queries and keys."""
-        latents = self._latents(x)
+        latents = self._latents(x, inputs)
         q = jnp.concatenate(self._queries(latents, inputs), -1)
         k, v = jnp.split(self.kv_up(latents.kv, inputs), [self.unturned], -1)
         k_turned = self._turned(_of_all_heads(self.layout, latents.k_turned, k), inputs)
         return q, jnp.concatenate([k, k_turned], -1), v
 
-    def _latents(self, x: jax.Array) -> Latents:
+    def _latents(self, x: jax.Array, inputs: BlockInputs) -> Latents:
         """Return what the heads are made of."""
-        q = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x))
-        kv, k_turned = jnp.split(self.kv_down(x), [self.latent], -1)
+        q = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x, inputs))
+        kv, k_turned = jnp.split(self.kv_down(x, inputs), [self.latent], -1)
         return Latents(q, self.kv_norm(kv), k_turned)
 
     def _queries(self, latents: Latents, inputs: BlockInputs) -> tuple[jax.Array, jax.Array]:

@@ -51,6 +51,13 @@ class Projection(nnx.Module):
         (w,) = held
         return w
 
+    def entire(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Return the weight with all that stands beside it, for a product with something else than tokens.
+
+        It is for generation, inside the manual region, where there is no dropout.
+        """
+        return self.whole(self.held, dtype)
+
     def take_over(self, inner: Projection) -> None:
         """Become the same projection as `inner`."""
         self.layout = inner.layout
@@ -83,10 +90,13 @@ class Column(Projection):
 class Whole(Projection):
     """A weight that nothing splits: it multiplies the residual stream where that lies."""
 
-    def __call__(self, x: Float[Array, "B s D"]) -> Float[Array, "B s _"]:
+    def __call__(self, x: Float[Array, "B s D"], inputs: BlockInputs = NO_INPUTS) -> Float[Array, "B s _"]:
         """Return the product of the residual stream with the weight."""
-        dims = self.dims.replace("S", "s")
-        return einsum_on_stream(self.layout, dims, x, self.whole(self.held, x.dtype))
+        return self.multiply(x, self.whole(self.held, x.dtype), inputs)
+
+    def multiply(self, x: Float[Array, "B s D"], w: Float[Array, "..."], inputs: BlockInputs) -> Float[Array, "B s _"]:
+        """Return the product of `x`, on the residual stream, with the weight, which `w` holds."""
+        return einsum_on_stream(self.layout, self.dims.replace("S", "s"), x, w)
 
 
 class Row(Projection):

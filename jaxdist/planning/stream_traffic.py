@@ -8,14 +8,15 @@ all of them, and what each makes of its part of the embedding and of the loss is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
-from jaxdist.config.matmuls import attention_enters_mlp, columns_of, entering, normed_after
+from jaxdist.config.matmuls import Matmul, attention_enters_mlp, columns_of, entering, normed_after
+from jaxdist.config.trained import learns
 from jaxdist.mesh import PIPELINE
 from jaxdist.mesh.split import compute_width
 from jaxdist.models.experts import METERS
 from jaxdist.planning import context_traffic, expert_traffic
-from jaxdist.planning.frozen import learns_columns, learns_tables, reports_routers
+from jaxdist.planning.frozen import learns_tables, reports_routers
 from jaxdist.planning.predicted_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -94,14 +95,16 @@ def _layers(step: Step) -> Iterator[Transfer]:
         again = forward + passes.backward + passes.recomputed
         needed = normed_after(step.config.model) or (logical == "heads" and attention_enters_mlp(step.config.model))
         leaves = forward + passes.recomputed * needed
-        width, multiplied = entering(step.config.model, logical)
+        width, multiplying = entering(step.config.model, logical)
+        multiplied = sum(matmuls[0].into for matmuls in multiplying)
 
         # (kind, calls, values of each token)
         moves: list[tuple[str, Count, int]] = []
         if step.layout.sequence_parallel:
             moves += [(REDUCE_SCATTER, leaves, 0), (REDUCE_SCATTER, passes.backward, width)]
             moves += [(ALL_GATHER, forward, width), (ALL_GATHER, passes.backward, 0)]
-            moves += [(ALL_GATHER, _gathered_again(step, logical), multiplied)]
+            for matmuls in multiplying:
+                moves.append((ALL_GATHER, _gathered_again(step, logical, matmuls), matmuls[0].into))
             if width > multiplied:
                 # No weight multiplies the rest, which a layer that does not keep its keys makes again.
                 moves += [(ALL_GATHER, passes.backward * step.anew, width - multiplied)]
@@ -114,8 +117,8 @@ def _layers(step: Step) -> Iterator[Transfer]:
             yield _mean_squares(step, again)
 
 
-def _gathered_again(step: Step, logical: str) -> Count:
-    """Return how often the backward pass gathers what enters the matmuls along `logical`."""
+def _gathered_again(step: Step, logical: str, multiplying: Sequence[Matmul]) -> Count:
+    """Return how often the backward pass gathers what enters these matmuls along `logical`."""
     runs = step.runs
     passes = runs.passes
     if logical == "mlp" and step.config.model.traits.routed:
@@ -124,7 +127,7 @@ def _gathered_again(step: Step, logical: str) -> Count:
         anew = passes.backward * step.anew
         return anew + passes.recomputed * runs.stage
     # The gradient of a weight gathers its operand.
-    return runs.merged(learns_columns(step.config.model, logical))
+    return runs.merged(any(learns(step.config.model, matmul) for matmul in multiplying))
 
 
 def _mean_squares(step: Step, calls: Count) -> Transfer:

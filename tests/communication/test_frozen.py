@@ -13,6 +13,7 @@ from jaxdist.training.run import Run
 from tests.communication import steps
 from tests.communication.reading import collectives, summary
 from tests.parity import cases
+from tests.parity.test_kinds import MIXTURE
 from tests.planning import pipelines
 from tests.tiers import exhaustive
 
@@ -22,6 +23,8 @@ DEALT = cases.LLAMA.model_copy(update={"lora_rank": 4})
 LLAMA = DEALT.model_copy(update={"tied": False, "kv_heads": 4})
 QUANTIZED = DEALT.model_copy(update={"embed": 128, "lora_base": "nf4"})
 ROUTED = DEALT.model_copy(update=dict(family="moe", experts=8, expert_mlp=32, shared_experts=1))
+LATENT = MIXTURE.model_copy(update=dict(layers=3, capacity_factor=1.25, lora_rank=2))
+"""Latent attention, two dense layers, and one with experts."""
 SCALARS = 64
 """Loss, norm and counts: elements that any step may add up beside its gradients."""
 
@@ -37,11 +40,13 @@ def config(mesh: str, model=LLAMA, accumulation: int = 1, targets: str = "", rem
 ROWS = [
     config("2x2x1", accumulation=2, zero=3, sequence=True),
     pipelines.config("2x1x2", zero=3, **STAGES),
-    config("2x2x1", ROUTED, zero=1, sequence=True),
+    config("2x2x1", LATENT, zero=3, sequence=True),
     config("2x4x1", QUANTIZED, zero=3, sequence=True),
 ]
 
 OTHERS = [
+    config("2x2x1", LATENT, targets="q_b_proj,down_proj", zero=1, sequence=True),
+    config("2x2x1", ROUTED, zero=1, sequence=True),
     config("replica=2,data=2,model=2", QUANTIZED, accumulation=2, zero=1),
     config("8x1x1", GPT.model_copy(update={"lora_base": "int8"}), zero=2),
     pipelines.config("2x1x2", zero=3, lora_base="int8", **STAGES),

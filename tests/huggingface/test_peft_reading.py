@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -14,7 +15,13 @@ from jax.sharding import reshard
 from safetensors.numpy import load_file, save_file
 
 from jaxdist.config import Config, RequestError, lora
+from jaxdist.huggingface.adapter_pairs import pairs_of
+from jaxdist.huggingface.families import sizes_of
+from jaxdist.huggingface.merging import merged
+from jaxdist.huggingface.parts import shape_of
+from jaxdist.huggingface.peft_adapter import write_adapter
 from jaxdist.huggingface.peft_reading import PeftAdapter
+from jaxdist.huggingface.readable import Block, Region, read
 from jaxdist.request import load
 from jaxdist.training.run import Run
 from jaxdist.weights.base import base_for
@@ -152,3 +159,56 @@ def test_what_is_no_plain_adapter_of_the_base_is_refused_by_name(what, tmp_path)
 def test_a_rank_of_its_own_is_refused(tmp_path):
     with pytest.raises(RequestError, match=r"lora_rank is 8, but the adapters in '.*' have 4; leave it out"):
         asked(folder_of("llama31", tmp_path / "adapter"), **{"model.lora_rank": "8"})
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A `Readable` of one block."""
+
+    numbers: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+    def blocks(self, region: Region) -> Iterator[Block]:
+        part = self.numbers[region]
+        yield tuple(slice(0, size) for size in part.shape), part
+
+
+def test_pairs_of_latent_attention_and_of_dense_layers_are_written_and_read_again(tmp_path):
+    """Layers of both stacks have their own numbers at PEFT, and experts have no pair."""
+    plain = model_of(GOLDEN / "deepseek_v3")
+    model = plain.model_copy(update={"lora_rank": 2, "lora_alpha": 6.0})
+    rng = np.random.default_rng(0)
+    shapes = {path: shape for pair in pairs_of(model) for path, shape in pair.shapes(model).items()}
+    ours = {path: rng.normal(size=shape).astype(np.float32) for path, shape in shapes.items()}
+    adapters = {path: Whole(array) for path, array in ours.items()}
+    write_adapter(tmp_path, model, adapters, "float32", None)
+    theirs = load_file(tmp_path / "adapter_model.safetensors")
+    layer = "base_model.model.model.layers.{}."
+    attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    modules = {f"{layer.format(i)}self_attn.{name}" for i in range(model.layers) for name in attention}
+    dense = range(model.dense_layers)
+    modules |= {f"{layer.format(i)}mlp.{name}" for i in dense for name in ("gate_proj", "up_proj", "down_proj")}
+    assert theirs.keys() == {f"{module}.lora_{half}.weight" for module in modules for half in "AB"}
+    first, last = layer.format(0), layer.format(model.layers - 1)
+    zeros = {pair.leaf.path: np.zeros(shape_of(pair.leaf, sizes_of(model)), np.float32) for pair in pairs_of(model)}
+    base = {path: Whole(array) for path, array in zeros.items()}
+    whole = merged(model, base, adapters, {path: array.dtype for path, array in zeros.items()})
+    for number, stack in ((0, "dense"), (-1, "routed")):
+        for name, weight in (("kv_b_proj", "kv_up"), ("kv_a_proj_with_mqa", "kv_down"), ("q_a_proj", "q_down")):
+            module = f"{(first, last)[number]}self_attn.{name}"
+            product = theirs[f"{module}.lora_B.weight"] @ theirs[f"{module}.lora_A.weight"]
+            array = whole[f"blocks.{stack}.attention.{weight}"]
+            found = read(array, tuple(slice(None) for _ in array.shape))[number]
+            np.testing.assert_allclose(found.reshape(len(found), -1), 3 * product.T, rtol=1e-5, atol=1e-5)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    # Experts have a gate_proj of their own.
+    assert config["target_modules"] == [*attention, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    adapter = PeftAdapter(tmp_path)
+    assert adapter.knobs(plain) == {"lora_rank": 2, "lora_alpha": 6.0, "lora_targets": ""}
+    arrays = adapter.arrays(model)
+    assert arrays.keys() == ours.keys()
+    for path, array in ours.items():
+        np.testing.assert_allclose(arrays[path], array, rtol=1e-6, err_msg=path)

@@ -207,7 +207,7 @@ def test_a_pair_is_split_as_its_weight_is(family, target):
 @pytest.mark.parametrize(
     ("family", "targets", "wanted"),
     [
-        ("llama", "", lora_targets.TARGETS),
+        ("llama", "", (*lora_targets.ATTENTION, *lora_targets.MLP)),
         ("gpt", "", ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
         ("moe", "", lora_targets.ATTENTION),
         ("llama", "down_proj, q_proj", ("q_proj", "down_proj")),
@@ -244,7 +244,7 @@ def test_alpha_is_twice_the_rank_unless_given(rank, alpha, wanted):
 
 
 WIDTH, RATE = 32, 0.25
-SHAPE = Shape("BSD,DR,RF->BSF", (WIDTH,), ("embed",), (WIDTH,), ("mlp",), "rank_of_mlp")
+SHAPE = Shape("BSD,DR,RF->BSF", (WIDTH,), ("embed",), (WIDTH,), ("mlp",), ("rank_of_mlp", "rank"))
 
 
 def test_a_pair_draws_from_a_stream_of_its_own():

@@ -20,7 +20,7 @@ from jaxdist.config import PipelineConfig
 from jaxdist.config.lora import is_adapter
 from jaxdist.mesh import parse_mesh
 from jaxdist.sharding import named
-from tests.parity import cases, test_decoder_knobs, test_experts
+from tests.parity import cases, test_decoder_knobs, test_experts, test_kinds
 from tests.tiers import exhaustive
 
 MODELS = {
@@ -34,6 +34,8 @@ MODELS = {
         )
     ),
     "moe": test_experts.MIXTRAL.model_copy(update=dict(lora_rank=1, lora_targets="v_proj,o_proj", capacity_factor=0.5)),
+    # Latent attention, and dense layers before those with experts.
+    "deepseek": test_kinds.MIXTURE.model_copy(update=dict(lora_rank=2, lora_dropout=0.2)),
     "gpt-oss": test_decoder_knobs.MODELS["gpt-oss"].model_copy(update=dict(lora_rank=2)),
     "gemma": test_decoder_knobs.MODELS["Gemma"].model_copy(update=dict(lora_rank=2)),
     "branches": cases.LLAMA.model_copy(
@@ -70,7 +72,8 @@ ROWS = [
     Row("some", "model=8", 1, 1, True, "dots"),
     Row("some", "data=2,pipeline=2", 3, 2, False, "stage", "interleaved"),
     Row("gpt", "data=4,model=2", 2, 2, True, "none"),
-    Row("moe", "data=2,expert=2,model=2", 0, 1, False, "none"),
+    Row("deepseek", "data=2,model=2", 3, 2, True, "none"),
+    Row("deepseek", "expert=2,context=2", 1, 1, False, "block"),
     Row("branches", "data=2,model=2", 3, 2, True, "block"),
     Row("gpt-oss", "expert=2,model=2", 3, 1, True, "none"),
     Row("gemma", "data=2,model=2", 3, 2, True, "block"),
@@ -88,6 +91,7 @@ FURTHER = [
     Row("dropout", "data=2,context=4", 0, 2, False, "none"),
     Row("dropout", "data=2,model=2,pipeline=2", 2, 4, False, "dots", "zb-h1"),
     Row("moe", "data=2,expert=2,model=2", 3, 2, True, "block"),
+    Row("moe", "data=2,expert=2,model=2", 0, 1, False, "none"),
     Row("llama", "context=2,model=2,pipeline=2", 3, 4, True, "dots", "1f1b"),
     Row("nf4", "model=8", 0, 1, True, "dots"),
     Row("nf4", "data=2,context=2,model=2", 2, 2, True, "none"),

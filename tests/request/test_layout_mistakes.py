@@ -95,9 +95,9 @@ MIXTURE = {
             ("knows no model.qkv_bias true and no model.qk_norm head; leave it out",),
         ],
     ),
-    "adapters of latent attention and of several forms": Wrong(
-        "--model.family moe --model.kv-latent 16 --model.rope-dim 8 --model.dense-layers 1 --model.lora-rank 4",
-        [("its weights have no adapters", "set model.lora_rank to 0"), ("gives layers several forms",)],
+    "a quantized base of latent attention": Wrong(
+        "--model.family llama --model.kv-latent 16 --model.rope-dim 8 --model.lora-rank 4 --model.lora-base nf4",
+        [("model.kv_latent 16 makes attention latent, whose weights are not quantized", "set model.lora_base to")],
     ),
     "experts that the axis does not divide": Wrong(
         "--model.family moe --model.experts 6 --mesh expert=4 --train.global-batch-size 48",

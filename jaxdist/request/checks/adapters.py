@@ -45,17 +45,7 @@ def _rank(config: Config) -> Iterator[str]:
         )
 
 
-@check("model.family", "model.lora_rank", "model.dense_layers")
-def _beside_several_forms(config: Config) -> Iterator[str]:
-    model = config.model
-    if model.frozen and model.traits.forms:
-        yield (
-            f"model.lora_rank is {model.lora_rank}, but model.dense_layers {model.dense_layers} gives layers several "
-            f"forms, beside which adapters are neither read nor written; set model.lora_rank to 0"
-        )
-
-
-@check("model.lora_base", "model.lora_rank", "model.family", "model.embed")
+@check("model.lora_base", "model.lora_rank", "model.family", "model.embed", "model.kv_latent")
 def _quantized(config: Config) -> Iterator[str]:
     model = config.model
     if model.images or not model.stored_form:
@@ -64,6 +54,11 @@ def _quantized(config: Config) -> Iterator[str]:
     instead = remedy("model.lora_base to bfloat16")
     if any(stack.traits.routed for stack in stacks_of(model).values()):
         yield f"{asked}, but model.family {model.family} has experts, whose weights are not quantized; {instead}"
+    elif model.traits.rotary and model.kv_latent:
+        yield (
+            f"{asked}, but model.kv_latent {model.kv_latent} makes attention latent, whose weights are not quantized; "
+            f"{instead}"
+        )
     elif model.embed % block_of(model.embed) or model.embed % 2:
         yield (
             f"{asked}, whose blocks are {BLOCK} numbers along model.embed, but that is {model.embed}, which is not a "

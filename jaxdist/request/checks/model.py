@@ -106,7 +106,7 @@ def _turned(config: Config) -> Iterator[str]:
 @check(
     "model.family",
     *(f"model.{knob}" for knob in ("kv_latent", "rope_dim", "heads", "kv_heads", "qkv_bias", "qk_norm", "sinks")),
-    *("model.rotary_fraction", "model.lora_rank"),
+    "model.rotary_fraction",
 )
 def _latent_attention(config: Config) -> Iterator[str]:
     model = config.model
@@ -134,11 +134,6 @@ def _latent_attention(config: Config) -> Iterator[str]:
         given.append(f"model.rotary_fraction {model.rotary_fraction:g}")
     if given:
         yield f"{has}and knows no {' and no '.join(given)}; leave it out"
-    if model.frozen:
-        yield (
-            f"{has}and its weights have no adapters, but {model.frozen_by} asks for some; set model.lora_rank to 0, "
-            f"or take a model with model.kv_latent 0"
-        )
 
 
 @check("model.family", "model.activation", "model.gate")
