@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from jaxdist.config import ModelConfig, lora
 from jaxdist.config.matmuls import FUSED, Matmul, matmuls_of
 from jaxdist.config.stacks import path_to, stacks_of
-from jaxdist.huggingface.families import Leaf, family_of, sizes_of
+from jaxdist.huggingface.families import Leaf, sizes_of
 from jaxdist.huggingface.parts import Span, shape_of
+from jaxdist.huggingface.type_choice import family_of
 
 
 @dataclass(frozen=True)

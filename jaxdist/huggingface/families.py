@@ -1,5 +1,8 @@
 """The tables of pieces: which tensors of Hugging Face's decoders make each of our parameters. No jax here.
 
+Here stands what several types have in common; what one type calls otherwise stands in its own file of `model_types`,
+and `type_choice` says which type a model has.
+
 A table is read in both directions: import fills our parameters from their tensors, export cuts theirs out of ours. The
 letters of dims are those of `config.matmuls`, whose rows say what our weights are; here stand the names that theirs
 have. Beside these letters, T is 3: query, key and value in one tensor of theirs too; and P is 2: gate and up.
@@ -12,12 +15,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from jaxdist.config import ModelConfig, RequestError, matmuls
-from jaxdist.config.activation_numbers import XIELU_BETA, XIELU_EPS
+from jaxdist.config import ModelConfig, matmuls
 from jaxdist.config.matmuls import Matmul, Part
-from jaxdist.config.stacks import first_layers, path_to, stacks_of
 
 Place = tuple[int, ...]
 """The number of a layer, or those of a layer and of an expert in it; empty for a tensor beside the layers."""
@@ -105,25 +106,14 @@ class Family:
     """Names of tensors that are computed, and not learned: older files hold them."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Tensors of one number in each layer that is a constant here, and the number."""
+    fused: Mapping[str, str] = field(default_factory=dict)
+    """The tensor of theirs in which others lie one after the other, as rows, by the names of these."""
 
     def constants_of(self, model: ModelConfig) -> dict[str, float]:
         """Return these tensors of all layers by their names."""
         return {
             name.format(layer=layer): number for layer in range(model.layers) for name, number in self.constants.items()
         }
-
-
-def family_of(model: ModelConfig) -> Family:
-    """Return the tensors of `model`. Raises `RequestError` for a family that Hugging Face's form is not known of."""
-    if model.family in ("llama", "gemma"):
-        return _llama(model)
-    if model.family == "moe":
-        return _deepseek(model) if model.kv_latent else _moe(model)
-    if model.family == "gpt":
-        return _gpt(model)
-    raise RequestError(
-        f"model.family is {model.family}, which has no form of Hugging Face here; llama, gemma, moe and gpt have one"
-    )
 
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
@@ -137,75 +127,13 @@ LAYER = "model.layers.{layer}."
 ROTARY = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 
-FUSED = {
-    "phi3": {
-        **{
-            f"{LAYER}self_attn.{name}.weight": f"{LAYER}self_attn.qkv_proj.weight"
-            for name in ("q_proj", "k_proj", "v_proj")
-        },
-        **{f"{LAYER}mlp.{name}.weight": f"{LAYER}mlp.gate_up_proj.weight" for name in ("gate_proj", "up_proj")},
-    }
-}
-"""Model type -> the tensor of theirs in which others lie one after the other, as rows, by the names of these."""
-
-
-def _llama(model: ModelConfig) -> Family:
+def llama(model: ModelConfig) -> Family:
     """Return the tensors of Llama, and of the types whose layers are Llama's with other values of knobs."""
-    if model.norm_form == "layer":
-        return _gpt_neox(model)
     names = {name: f"{LAYER}mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
-    leaves = [*_decoder(model), *_weights(model, "mlp", names)]
-    if model.traits.activation != "xielu":
-        return _with_output(model, leaves, "model.embed_tokens.weight", "model.", ROTARY)
-    of_activation = LAYER + "mlp.act_fn."
-    learned = tuple(Piece(of_activation + number, ("I",)) for number in ("alpha_p", "alpha_n"))
-    leaves.append(Leaf("blocks.mlp.learned", "LCI", learned))
-    family = _with_output(model, leaves, "model.embed_tokens.weight", "model.", ROTARY)
-    return replace(family, constants={of_activation + "beta": XIELU_BETA, of_activation + "eps": XIELU_EPS})
+    return with_output(model, [*decoder(model), *weights(model, "mlp", names)])
 
 
-def _gpt_neox(model: ModelConfig) -> Family:
-    """Return the tensors of GPT-NeoX: query, key and value of a head lie side by side in theirs, as in ours."""
-    layer = "gpt_neox.layers.{layer}."
-    attention = {"attention.qkv": layer + "attention.query_key_value", "o_proj": layer + "attention.dense"}
-    mlp = {"up_proj": layer + "mlp.dense_h_to_4h", "down_proj": layer + "mlp.dense_4h_to_h"}
-    leaves = [
-        _one("table", "VD", "gpt_neox.embed_in.weight", ("V", "D")),
-        *_layer_norm("norm", "D", "gpt_neox.final_layer_norm"),
-        *_layer_norm("blocks.norm1", "LD", layer + "input_layernorm"),
-        *_layer_norm("blocks.norm2", "LD", layer + "post_attention_layernorm"),
-        *_weights(model, "attention", attention),
-        *_weights(model, "mlp", mlp),
-    ]
-    # Masks of attention, one a layer, and the frequencies of rotary positions.
-    ignored = re.compile(r"(.*\.)?(attention\.(masked_)?bias|rotary_emb\.inv_freq)")
-    return _with_output(model, leaves, "gpt_neox.embed_in.weight", "gpt_neox.", ignored, "embed_out.weight")
-
-
-def _moe(model: ModelConfig) -> Family:
-    """Return the tensors of Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE: those of an expert are tensors of their own."""
-    if _has_factors(model):
-        return _granite_moe(model)
-    if model.sinks:
-        return _gpt_oss(model)
-    if model.qk_norm == "none" and not model.gates_shared:
-        # Mixtral numbers the matrices.
-        mlp = LAYER + "block_sparse_moe."
-        matrices = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    else:
-        mlp = LAYER + "mlp."
-        matrices = {name: name for name in ("gate_proj", "up_proj", "down_proj")}
-    # Of these models, Qwen2-MoE alone has an expert that all tokens share, with a gate.
-    own = model if model.gates_shared else model.model_copy(update={"shared_experts": 0})
-    leaves = [
-        *_decoder(model),
-        *_experts(own, mlp, matrices, "shared_expert"),
-        Leaf("blocks.mlp.balance", "LE", ()),
-    ]
-    return _with_output(model, leaves, "model.embed_tokens.weight", "model.", ROTARY)
-
-
-def _experts(model: ModelConfig, mlp: str, matrices: Mapping[str, str], shared: str) -> Iterator[Leaf]:
+def experts(model: ModelConfig, mlp: str, matrices: Mapping[str, str], shared: str) -> Iterator[Leaf]:
     """Yield the weights of a router, of its experts, and of those that all tokens share, if there are any.
 
     `matrices` are their names of the parts of an expert, and `shared` is what they call the experts of all tokens.
@@ -214,100 +142,30 @@ def _experts(model: ModelConfig, mlp: str, matrices: Mapping[str, str], shared: 
     of_expert = {part: f"{mlp}experts.{{expert}}.{matrix}" for part, matrix in matrices.items()}
     of_shared = {part: f"{mlp}{shared}.{matrix}" for part, matrix in matrices.items()}
     # The parts of both have the same names.
-    yield from (leaf for leaf in _weights(model, "mlp", {**beside, **of_expert}) if "shared" not in leaf.path)
-    yield from (leaf for leaf in _weights(model, "mlp", {**beside, **of_shared}) if "shared" in leaf.path)
+    yield from (leaf for leaf in weights(model, "mlp", {**beside, **of_expert}) if "shared" not in leaf.path)
+    yield from (leaf for leaf in weights(model, "mlp", {**beside, **of_shared}) if "shared" in leaf.path)
 
 
-def _deepseek(model: ModelConfig) -> Family:
-    """Return the tensors of DeepSeek-V2 and V3: latent attention, layers with an MLP first, experts for all tokens."""
-    leaves = [
-        _one("table", "VD", "model.embed_tokens.weight", ("V", "D")),
-        _one("norm.scale", "D", "model.norm.weight", ("D",)),
-    ]
-    first = first_layers(model)
-    for name, stack in stacks_of(model).items():
-        own = matmuls.sizes_of(stack)
-        for leaf in _of_deepseek_layer(stack):
-            pieces = tuple(replace(piece, first=first[name]) for piece in leaf.pieces)
-            path = path_to(name) + leaf.path.removeprefix("blocks.")
-            leaves.append(replace(leaf, path=path, pieces=pieces, own={**own, **leaf.own}))
-    return _with_output(model, leaves, "model.embed_tokens.weight", "model.", ROTARY)
+def decoder(model: ModelConfig, names_of_norms: Mapping[str, str] | None = None) -> list[Leaf]:
+    """Return the tensors of a decoder with rotary positions, without the MLPs and the output.
 
-
-def _of_deepseek_layer(stack: ModelConfig) -> Iterator[Leaf]:
-    """Yield the tensors of a layer of a stack of DeepSeek."""
-    attention = LAYER + "self_attn."
-    mlp = LAYER + "mlp."
-    parts = [part.name for matmul in matmuls.matmuls_of(stack).values() for part in matmul.parts]
-    yield from _norms(stack)
-    yield from _weights(stack, "attention", {name: attention + name for name in parts})
-    yield _one("blocks.attention.kv_norm.scale", "LZ", attention + "kv_a_layernorm.weight", ("Z",))
-    if stack.q_latent:
-        yield _one("blocks.attention.q_norm.scale", "LA", attention + "q_a_layernorm.weight", ("A",))
-    names = {name: mlp + name for name in ("gate_proj", "up_proj", "down_proj")}
-    if not stack.traits.routed:
-        yield from _weights(stack, "mlp", names)
-        return
-    yield from _experts(stack, mlp, {name: name for name in names}, "shared_experts")
-    balance = (Piece(mlp + "gate.e_score_correction_bias", ("E",), exact=True),) if stack.router == "sigmoid" else ()
-    yield Leaf("blocks.mlp.balance", "LE", balance)
-
-
-def _has_factors(model: ModelConfig) -> bool:
-    """Return whether a model has factors that Granite's types alone have."""
-    factors = (model.embedding_multiplier, model.residual_multiplier, model.logits_divisor)
-    return factors != (1, 1, 1) or model.score_scale != model.usual_score_scale
-
-
-def _granite_moe(model: ModelConfig) -> Family:
-    """Return the tensors of Granite with experts, whose matrices are one tensor in each layer."""
-    mlp = LAYER + "block_sparse_moe."
-    gate_up = Piece(mlp + "input_linear.weight", ("E", "PF", "D"))
-    leaves = [
-        *_decoder(model),
-        _one("blocks.mlp.router", "LDE", mlp + "router.layer.weight", ("E", "D")),
-        Leaf("blocks.mlp.gate_up", "LEDPF", (gate_up,)),
-        _one("blocks.mlp.down", "LEFD", mlp + "output_linear.weight", ("E", "D", "F")),
-        Leaf("blocks.mlp.balance", "LE", ()),
-    ]
-    return _with_output(model, leaves, "model.embed_tokens.weight", "model.", ROTARY)
-
-
-def _gpt_oss(model: ModelConfig) -> Family:
-    """Return the tensors of gpt-oss: those of all experts are one, where gates and what they gate take turns."""
-    mlp = LAYER + "mlp."
-    experts = mlp + "experts."
-    leaves = [
-        *_decoder(model),
-        _one("blocks.attention.sinks", "LKCI", LAYER + "self_attn.sinks", ("KGI",)),
-        _one("blocks.mlp.router", "LDE", mlp + "router.weight", ("E", "D")),
-        _one("blocks.mlp.router_bias", "LE", mlp + "router.bias", ("E",)),
-        _one("blocks.mlp.gate_up", "LEDPF", experts + "gate_up_proj", ("E", "D", "FP")),
-        _one("blocks.mlp.gate_up_bias", "LEPF", experts + "gate_up_proj_bias", ("E", "FP")),
-        _one("blocks.mlp.down", "LEFD", experts + "down_proj", ("E", "F", "D")),
-        _one("blocks.mlp.down_bias", "LED", experts + "down_proj_bias", ("E", "D")),
-        Leaf("blocks.mlp.balance", "LE", ()),
-    ]
-    return _with_output(model, leaves, "model.embed_tokens.weight", "model.", ROTARY)
-
-
-def _decoder(model: ModelConfig) -> list[Leaf]:
-    """Return the tensors of a decoder with rotary positions, without the MLPs and the output."""
+    `names_of_norms` are described at `norms`.
+    """
     attention = LAYER + "self_attn."
     names = {name: attention + name for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
     leaves = [
-        _one("table", "VD", "model.embed_tokens.weight", ("V", "D")),
-        _one("norm.scale", "D", "model.norm.weight", ("D",)),
-        *_norms(model),
+        one("table", "VD", "model.embed_tokens.weight", ("V", "D")),
+        one("norm.scale", "D", "model.norm.weight", ("D",)),
+        *norms(model, names_of_norms),
         # Written files have biases last.
-        *sorted(_weights(model, "attention", names), key=lambda leaf: leaf.path.endswith("_bias")),
+        *sorted(weights(model, "attention", names), key=lambda leaf: leaf.path.endswith("_bias")),
     ]
-    norms = (attention + "q_norm.weight", attention + "k_norm.weight")
+    of_heads = (attention + "q_norm.weight", attention + "k_norm.weight")
     if model.qk_norm == "head":
-        leaves.append(_one("blocks.attention.q_norm.scale", "LH", norms[0], ("H",)))
-        leaves.append(_one("blocks.attention.k_norm.scale", "LH", norms[1], ("H",)))
+        leaves.append(one("blocks.attention.q_norm.scale", "LH", of_heads[0], ("H",)))
+        leaves.append(one("blocks.attention.k_norm.scale", "LH", of_heads[1], ("H",)))
     elif model.qk_norm == "full":
-        pieces = (Piece(norms[0], ("KGH",)), Piece(norms[1], ("KH",)))
+        pieces = (Piece(of_heads[0], ("KGH",)), Piece(of_heads[1], ("KH",)))
         leaves.append(Leaf("blocks.attention.qk_norm.scale", "LKCH", pieces))
     return leaves
 
@@ -324,17 +182,14 @@ NORMS = {
 }
 """The names of norms in a layer by where they stand (`model.norms`), and by ours."""
 
-NORMS_OF_APERTUS = {"norm1": "attention_layernorm", "norm2": "feedforward_layernorm"}
+
+def norms(model: ModelConfig, names: Mapping[str, str] | None = None) -> Iterator[Leaf]:
+    """Yield the norms over the residual stream in a layer, which theirs calls by `names`; None: as most types do."""
+    for ours, theirs in (names or NORMS[model.norms]).items():
+        yield one(f"blocks.{ours}.scale", "LD", f"{LAYER}{theirs}.weight", ("D",))
 
 
-def _norms(model: ModelConfig) -> Iterator[Leaf]:
-    """Yield the norms over the residual stream in a layer."""
-    names = NORMS_OF_APERTUS if model.traits.activation == "xielu" else NORMS[model.norms]
-    for ours, theirs in names.items():
-        yield _one(f"blocks.{ours}.scale", "LD", f"{LAYER}{theirs}.weight", ("D",))
-
-
-def _weights(model: ModelConfig, module: str, names: Mapping[str, str], inputs_first: bool = False) -> list[Leaf]:
+def weights(model: ModelConfig, module: str, names: Mapping[str, str], inputs_first: bool = False) -> list[Leaf]:
     """Return the weights and biases of a `module` of our layers.
 
     `names` says how their names begin, by that of a part, or by the path of a weight whose parts are one tensor of
@@ -367,47 +222,28 @@ def _outputs(matmul: Matmul, part: Part) -> str:
     return part.outputs.replace("N", "KG") if "K" in matmul.letters else part.outputs
 
 
-def _gpt(model: ModelConfig) -> Family:
-    """Return the tensors of GPT-2, whose weights are [in, out] as ours are (`Conv1D`)."""
-    layer = "transformer.h.{layer}."
-    attention = {"attention.qkv": layer + "attn.c_attn", "o_proj": layer + "attn.c_proj"}
-    mlp = {"up_proj": layer + "mlp.c_fc", "down_proj": layer + "mlp.c_proj"}
-    leaves = [
-        _one("table", "VD", "transformer.wte.weight", ("V", "D")),
-        _one("positions", "SD", "transformer.wpe.weight", ("S", "D")),
-        *_layer_norm("norm", "D", "transformer.ln_f"),
-        *_layer_norm("blocks.norm1", "LD", layer + "ln_1"),
-        *_layer_norm("blocks.norm2", "LD", layer + "ln_2"),
-        *_weights(model, "attention", attention, inputs_first=True),
-        *_weights(model, "mlp", mlp, inputs_first=True),
-    ]
-    # Masks of attention, one a layer.
-    ignored = re.compile(r"(.*\.)?attn\.(masked_)?bias")
-    return _with_output(model, leaves, "transformer.wte.weight", "transformer.", ignored)
-
-
-def _layer_norm(path: str, letters: str, name: str) -> tuple[Leaf, Leaf]:
+def layer_norm(path: str, letters: str, name: str) -> tuple[Leaf, Leaf]:
     """Return the scale and the bias of a LayerNorm."""
     return (
-        _one(f"{path}.scale", letters, f"{name}.weight", ("D",)),
-        _one(f"{path}.bias", letters, f"{name}.bias", ("D",)),
+        one(f"{path}.scale", letters, f"{name}.weight", ("D",)),
+        one(f"{path}.bias", letters, f"{name}.bias", ("D",)),
     )
 
 
-def _with_output(
+def with_output(
     model: ModelConfig,
     leaves: list[Leaf],
-    table: str,
-    prefix: str,
-    ignored: re.Pattern[str],
+    table: str = "model.embed_tokens.weight",
+    prefix: str = "model.",
+    ignored: re.Pattern[str] = ROTARY,
     output: str = "lm_head.weight",
 ) -> Family:
     """Return the family with the `output` projection, which is the `table` itself where it is tied."""
     if model.tied:
         return Family(tuple(leaves), {output: table}, prefix, ignored)
-    return Family((*leaves, _one("output", "VD", output, ("V", "D"))), {}, prefix, ignored)
+    return Family((*leaves, one("output", "VD", output, ("V", "D"))), {}, prefix, ignored)
 
 
-def _one(path: str, letters: str, name: str, dims: tuple[str, ...]) -> Leaf:
+def one(path: str, letters: str, name: str, dims: tuple[str, ...]) -> Leaf:
     """Return a parameter that is one tensor of theirs."""
     return Leaf(path, letters, (Piece(name, dims),))

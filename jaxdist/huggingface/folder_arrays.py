@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.config import ModelConfig
-from jaxdist.huggingface.families import Leaf, Place, family_of, sizes_of
+from jaxdist.huggingface.families import Leaf, Place, sizes_of
 from jaxdist.huggingface.folder import open_folder
 from jaxdist.huggingface.parts import PlacedPiece, Span, extents, placed, shape_of
 from jaxdist.huggingface.readable import Block, Readable, Region, spans_of
 from jaxdist.huggingface.tensor_checks import check_tensors
+from jaxdist.huggingface.type_choice import family_of
 from jaxdist.huggingface.weight_files import WeightFiles
 
 BLOCK = 1 << 21
@@ -32,7 +33,7 @@ def folder_arrays(path: Path, model: ModelConfig) -> Iterator[Mapping[str, Reada
     tensors = check_tensors(open_folder(path), model)
     sizes = sizes_of(model)
     with WeightFiles(tensors) as files:
-        yield {leaf.path: FolderArray(files, leaf, sizes) for leaf in family_of(model).leaves}
+        yield {leaf.path: FolderArray(files, leaf, sizes) for leaf in family_of(model, tensors.model_type).leaves}
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxdist.config import FAMILIES, ModelConfig
+from jaxdist.huggingface.families import Family, llama
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class ModelType:
     maximum: str
     """The key with the longest sequence."""
     maximum_default: int
+    tensors: Callable[[ModelConfig], Family] = llama
+    """The tensors of a model of the type; those of Llama, where it names them so."""
     window: Literal["none", "unused", "all", "some", "listed"] = "none"
     """Which layers may have the window of `sliding_window`; some: those that `LAYERED_WINDOW` says, or `layer_types`;
     listed: those that `layer_types` says.

@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxdist.config import ModelConfig, RequestError
-from jaxdist.config.model import OF_ROTARY
 from jaxdist.config.rope_scaling import parse
 from jaxdist.files.json_schema import is_number, is_whole, short
 from jaxdist.huggingface.folder import Folder
@@ -25,38 +24,11 @@ from jaxdist.huggingface.keys import (
     ModelType,
     Setting,
 )
-from jaxdist.huggingface.layer_kinds import OTHER_MODEL, computes_kinds, kinds_json, kinds_values
+from jaxdist.huggingface.layer_kinds import OTHER_MODEL, kinds_json, kinds_values
 from jaxdist.huggingface.model_types import MODEL_TYPES
-from jaxdist.huggingface.model_types.shared import ROUTED
-from jaxdist.huggingface.rope import computes_rope, rope_json, rope_values
+from jaxdist.huggingface.rope import rope_json, rope_values
 from jaxdist.huggingface.schema import CONFIG
-
-RESOLVED = {
-    "kv_heads": "key_value_heads",
-    "head_dim": "unturned_size",
-    "value_dim": "value_size",
-    "mlp": "mlp_width",
-    "expert_mlp": "expert_size",
-    "positions": "position_rows",
-    "attention_multiplier": "score_scale",
-    "norm": "norm_form",
-    "activation": "mlp_activation",
-    "gate": "mlp_gate",
-}
-"""Knobs of `model` whose 0 or auto stands for another value, and the property that has it.
-
-Where all layers have experts, either knob gives their width.
-"""
-
-
-READ_APART = {
-    *("head_dim", "kv_heads", "value_dim"),
-    *("rope_theta", "rope_scaling", "rotary_fraction", "period", "sliding_theta"),
-}
-"""Knobs that are sizes, or that `rope.py` and `layer_kinds.py` read and write."""
-
-OF_TYPES = tuple(knob for knob in OF_ROTARY if knob not in READ_APART)
-"""Knobs that a type has keys of, or the same value of in all its models."""
+from jaxdist.huggingface.type_choice import RESOLVED, resolved, type_for
 
 
 def model_values(folder: Folder) -> dict[str, Any]:
@@ -159,7 +131,7 @@ def to_json(model: ModelConfig, *, maximum: int, dtype: str, model_type: str | N
     `maximum` is the longest sequence, `dtype` such as bfloat16 that of the weights. `model_type` is that of the folder
     that a run began with; None: the simplest type that computes the model. Raises `RequestError` where there is none.
     """
-    name = _type_for(model, model_type)
+    name = type_for(model, model_type)
     kind = MODEL_TYPES[name]
     config: dict[str, Any] = {
         "architectures": [kind.architectures[0]],
@@ -170,7 +142,7 @@ def to_json(model: ModelConfig, *, maximum: int, dtype: str, model_type: str | N
     }
     config.update((key, values[0]) for key, values in kind.allowed.items())
     for key, setting in kind.settings.items():
-        config[key] = setting.theirs(_resolved(model, setting.knob))
+        config[key] = setting.theirs(resolved(model, setting.knob))
         if setting.unit:
             config[key] *= setting.unit(model)
         if setting.factor:
@@ -254,65 +226,6 @@ def _wrong_architecture(config: dict[str, Any], kind: ModelType) -> Iterator[str
     names = config.get("architectures") or []
     if not isinstance(names, list) or any(name not in kind.architectures for name in names):
         yield f"architectures is {short(names)}, and only {kind.architectures[0]} is computed; {OTHER_MODEL}"
-
-
-def _type_for(model: ModelConfig, preferred: str | None) -> str:
-    """Return the `model_type` that computes a model. Raises `RequestError` where there is none."""
-    fitting = [name for name, kind in MODEL_TYPES.items() if _computes(kind, model)]
-    if preferred in fitting:
-        return preferred
-    if not fitting:
-        plain = ModelConfig(family=model.family)
-        names = dict.fromkeys([*OF_TYPES, "window", *ROUTED, "router_renormalize"])
-        values = ", ".join(f"{knob} {getattr(model, knob)}" for knob in names if _differs(model, plain, knob))
-        raise RequestError(
-            f"no model type of transformers that jaxdist writes computes a model of family {model.family} with {values}"
-        )
-    return fitting[0]
-
-
-def _computes(kind: ModelType, model: ModelConfig) -> bool:
-    """Return whether a type computes the model, given its family and all that layers may differ in."""
-    if kind.family != model.family:
-        return False
-    if not kind.rotary:
-        return True
-    knobs = {setting.knob for setting in kind.settings.values()}
-    if "head_dim" not in knobs and model.head_size * model.heads != model.embed:
-        return False
-    if "kv_heads" not in knobs and model.key_value_heads != model.heads:
-        return False
-    if not computes_kinds(kind, model) or not computes_rope(kind, model):
-        return False
-    for setting in kind.settings.values():
-        if any(getattr(model, knob) != getattr(model, setting.knob) for knob in setting.also):
-            return False
-        if setting.values and _resolved(model, setting.knob) not in setting.values.values():
-            return False
-    wanted = ModelConfig(family=kind.family, **kind.implied)
-    return not any(_differs(model, wanted, knob) for knob in _fixed(kind))
-
-
-def _fixed(kind: ModelType) -> set[str]:
-    """Return the knobs that are the same in all models of a type with rotary positions."""
-    # How a run balances its experts does not change what the model computes.
-    free = {"balance_rate"}
-    for setting in kind.settings.values():
-        free |= {setting.knob, *setting.also}
-    return {*OF_TYPES, *kind.implied} - READ_APART - free
-
-
-def _differs(model: ModelConfig, other: ModelConfig, knob: str) -> bool:
-    """Return whether a knob has different values in two models."""
-    if knob == "attention_multiplier":
-        # 0 stands for what follows from the size of a head, which may be another.
-        return model.score_scale != (other.attention_multiplier or model.usual_score_scale)
-    return bool(_resolved(model, knob) != _resolved(other, knob))
-
-
-def _resolved(model: ModelConfig, knob: str) -> Any:
-    """Return the value of a knob, or what stands in its place."""
-    return getattr(model, RESOLVED.get(knob, knob))
 
 
 def _invalid(values: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxdist.huggingface.families import FUSED, Family, Leaf, Piece, Place
+from jaxdist.huggingface.families import Family, Leaf, Piece, Place
 
 Span = tuple[int, int]
 """The first place along a dim, and the one after the last."""
@@ -122,17 +122,14 @@ def placed(leaf: Leaf, sizes: Mapping[str, int]) -> list[PlacedPiece]:
     return pieces
 
 
-def pieces_of(
-    family: Family, sizes: Mapping[str, int], model_type: str | None
-) -> Iterator[tuple[str, Leaf, PlacedPiece, Place]]:
+def pieces_of(family: Family, sizes: Mapping[str, int]) -> Iterator[tuple[str, Leaf, PlacedPiece, Place]]:
     """Yield (the name of a tensor of theirs, our parameter, a piece of it that lies in the tensor, its place).
 
-    Where a `model_type` of theirs has fused tensors, each piece is some rows of one, one after the other in this order.
+    Where theirs has fused tensors, each piece is some rows of one, one after the other in this order.
     """
-    fused = FUSED.get(model_type or "", {})
     for leaf in family.leaves:
         for piece in placed(leaf, sizes):
-            of_tensor = replace(piece.piece, name=fused.get(piece.piece.name, piece.piece.name))
+            of_tensor = replace(piece.piece, name=family.fused.get(piece.piece.name, piece.piece.name))
             for place in leaf.places(sizes):
                 yield of_tensor.name_at(place), leaf, piece, place
 

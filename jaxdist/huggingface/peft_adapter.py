@@ -19,13 +19,14 @@ from jaxtyping import Float
 from jaxdist.config import ModelConfig, RequestError
 from jaxdist.files import write_whole
 from jaxdist.huggingface.adapter_pairs import PairPlace, pairs_of
-from jaxdist.huggingface.families import FUSED, Leaf, Piece, family_of, sizes_of
+from jaxdist.huggingface.families import Leaf, Piece, sizes_of
 from jaxdist.huggingface.folder import ADAPTER_WEIGHTS, open_config
 from jaxdist.huggingface.merging import check_adapters
 from jaxdist.huggingface.parts import shape_of
 from jaxdist.huggingface.readable import Readable, Region, read
 from jaxdist.huggingface.safetensors_file import SPELLED, Tensor, check_room, write_file
 from jaxdist.huggingface.schema import ADAPTER_CONFIG
+from jaxdist.huggingface.type_choice import family_of
 from jaxdist.huggingface.writing import METADATA, rounded
 
 PREFIX = "base_model.model."
@@ -40,7 +41,7 @@ def write_adapter(
     `dtype` is a name of `SPELLED`: numbers are rounded once. `base` is the folder of Hugging Face that they stand
     beside, if it is one. Raises `RequestError` where the arrays are not those of the model, or it has fused tensors.
     """
-    if base is not None and open_config(base).config.get("model_type") in FUSED:
+    if base is not None and family_of(model, open_config(base).config.get("model_type")).fused:
         raise RequestError(
             f"'{base}' has q_proj, k_proj and v_proj in one tensor, and PEFT would want one pair beside it; leave out "
             f"--adapter, which merges the adapters into the weights"
@@ -75,8 +76,7 @@ def adapter_config(model: ModelConfig, base: Path | None) -> dict[str, Any]:
         "target_modules": list(dict.fromkeys(_short(model, module.piece) for module in modules)),
         "rank_pattern": {name: count * model.lora_rank for name, count in several.items()},
         "alpha_pattern": {name: _number(count * alpha) for name, count in several.items()},
-        # The weights of GPT-2 are [in, out] (Conv1D), of the others [out, in].
-        "fan_in_fan_out": model.family == "gpt",
+        "fan_in_fan_out": any(module.inputs_first for module in modules),
         "bias": "none",
         "modules_to_save": None,
         "use_rslora": False,
@@ -111,6 +111,11 @@ class Module:
     def fused(self) -> bool:
         """Whether the module has weights of several targets."""
         return len(self.pairs[0].matmul.parts) > len(self.leaf.pieces)
+
+    @property
+    def inputs_first(self) -> bool:
+        """Whether their weight is [in, out], as those of GPT-2 are (Conv1D), and not [out, in]."""
+        return self.piece.dims[0] == self.pairs[0].matmul.inputs
 
     def name(self, layer: int) -> str:
         """Return how the names of PEFT's two tensors of a layer begin."""

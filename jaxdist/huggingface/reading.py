@@ -19,11 +19,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Shaped
 
 from jaxdist.config import ModelConfig, RequestError
-from jaxdist.huggingface.families import Leaf, Place, family_of, sizes_of
+from jaxdist.huggingface.families import Leaf, Place, sizes_of
 from jaxdist.huggingface.folder import open_folder
 from jaxdist.huggingface.parts import PlacedPiece, Span, extents, placed, shape_of
 from jaxdist.huggingface.readable import spans_of
 from jaxdist.huggingface.tensor_checks import Tensors, check_tensors
+from jaxdist.huggingface.type_choice import family_of
 from jaxdist.huggingface.weight_files import WeightFiles
 from jaxdist.sharding import Params, name_of
 
@@ -77,7 +78,7 @@ class ParameterReader:
         self.files = files
         self.tensors = tensors
         self.sizes = sizes_of(model)
-        family = family_of(model)
+        family = family_of(model, tensors.model_type)
         self.leaves = {leaf.path: leaf for leaf in family.leaves}
         self.constants = family.constants_of(model)
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxdist.config import ModelConfig, RequestError
-from jaxdist.huggingface.families import Family, family_of, sizes_of
+from jaxdist.huggingface.families import Family, sizes_of
 from jaxdist.huggingface.folder import Folder, predicts_further
 from jaxdist.huggingface.mxfp4 import Packed, packed_weights
 from jaxdist.huggingface.parts import pieces_of
 from jaxdist.huggingface.safetensors_file import DTYPES, Entry, read_header
+from jaxdist.huggingface.type_choice import family_of
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 """The number of a layer, or of an expert, in the name of a tensor."""
@@ -33,6 +34,8 @@ class Tensors:
     entries: Mapping[str, Entry | Packed]
     copies: Mapping[str, str]
     """Of these tensors, the one that each has to equal."""
+    model_type: str | None = None
+    """The type that the folder names."""
 
 
 def check_tensors(folder: Folder, model: ModelConfig) -> Tensors:
@@ -41,9 +44,9 @@ def check_tensors(folder: Folder, model: ModelConfig) -> Tensors:
     Raises `RequestError` with a sentence for each kind of problem: tensors that are missing, are not used, or have
     another shape or a dtype that is not read.
     """
-    family = family_of(model)
     model_type = folder.config.get("model_type")
-    shapes = _shapes(family, model, model_type)
+    family = family_of(model, model_type)
+    shapes = _shapes(family, model)
     files, headers = _headers(folder)
     packed = packed_weights(headers)
     parts = {part for one in packed.values() for part in (one.blocks, one.scales)}
@@ -71,14 +74,15 @@ def check_tensors(folder: Folder, model: ModelConfig) -> Tensors:
         {own: files[name] for own, name in used.items() if name in files} | {part: files[part] for part in parts},
         {own: entries[name] for own, name in used.items()} | {part: headers[part] for part in parts},
         copies,
+        model_type,
     )
-    return _parted(found, family, model, model_type)
+    return _parted(found, family, model)
 
 
-def _shapes(family: Family, model: ModelConfig, model_type: str | None) -> dict[str, tuple[int, ...]]:
+def _shapes(family: Family, model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of the model by its name, with the copies that a file may hold."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, _, piece, _ in pieces_of(family, sizes_of(model), model_type):
+    for name, _, piece, _ in pieces_of(family, sizes_of(model)):
         before = shapes[name][0] if name in shapes else 0
         shapes[name] = (before + piece.shape[0], *piece.shape[1:])
     for copy, table in family.copies.items():
@@ -86,12 +90,12 @@ def _shapes(family: Family, model: ModelConfig, model_type: str | None) -> dict[
     return shapes | dict.fromkeys(family.constants_of(model), ())
 
 
-def _parted(tensors: Tensors, family: Family, model: ModelConfig, model_type: str | None) -> Tensors:
+def _parted(tensors: Tensors, family: Family, model: ModelConfig) -> Tensors:
     """Return the same with the parts of fused tensors, by their names: each is some rows, one run of bytes."""
     files = dict(tensors.files)
     entries = dict(tensors.entries)
     starts: dict[str, int] = {}
-    for name, _, piece, place in pieces_of(family, sizes_of(model), model_type):
+    for name, _, piece, place in pieces_of(family, sizes_of(model)):
         own = piece.name(place)
         if own == name:
             continue

@@ -16,12 +16,13 @@ from jaxtyping import Float
 
 from jaxdist.config import ModelConfig, RequestError
 from jaxdist.files import write_whole
-from jaxdist.huggingface.families import Leaf, Place, family_of, sizes_of
+from jaxdist.huggingface.families import Family, Leaf, Place, sizes_of
 from jaxdist.huggingface.folder import SINGLE
 from jaxdist.huggingface.parts import PlacedPiece, pieces_of, shape_of
 from jaxdist.huggingface.readable import Readable, Region, check_shapes
 from jaxdist.huggingface.safetensors_file import SPELLED, Tensor, check_room, write_file
 from jaxdist.huggingface.schema import INDEX
+from jaxdist.huggingface.type_choice import family_of
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of the tensors in the largest file. A tensor that is larger has a file of its own."""
@@ -96,13 +97,13 @@ class Exporter:
         self._arrays = arrays
         self._dtype = dtype
         self._sources: dict[str, list[Source]] = {}
-        for source in _sources(model, model_type):
-            self._sources.setdefault(source.name, []).append(source)
         sizes = sizes_of(model)
-        family = family_of(model)
+        family = family_of(model, model_type)
+        for source in _sources(family, sizes):
+            self._sources.setdefault(source.name, []).append(source)
         self._constants = family.constants_of(model)
         check_shapes(arrays, {leaf.path: shape_of(leaf, sizes) for leaf in family.leaves})
-        _check_zeros(model, arrays)
+        _check_zeros(family, model, arrays)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of theirs, in the order of the layers."""
@@ -152,16 +153,16 @@ def _shape(sources: Sequence[Source]) -> tuple[int, ...]:
     return (sum(source.piece.shape[0] for source in sources), *first[1:])
 
 
-def _sources(model: ModelConfig, model_type: str | None) -> Iterator[Source]:
+def _sources(family: Family, sizes: Mapping[str, int]) -> Iterator[Source]:
     """Yield where each tensor of theirs comes from: those beside the layers first, then layer by layer."""
-    sources = [Source(*found) for found in pieces_of(family_of(model), sizes_of(model), model_type)]
+    sources = [Source(*found) for found in pieces_of(family, sizes)]
     # Sorting keeps the order of equals. Those beside the layers have an empty place, which is the lowest.
     yield from sorted(sources, key=lambda source: [source.piece.piece.first + layer for layer in source.place[:1]])
 
 
-def _check_zeros(model: ModelConfig, arrays: Mapping[str, Readable]) -> None:
+def _check_zeros(family: Family, model: ModelConfig, arrays: Mapping[str, Readable]) -> None:
     """Raise `RequestError` where a parameter that their model does not have takes part in the result."""
-    for leaf in family_of(model).leaves:
+    for leaf in family.leaves:
         if leaf.pieces:
             continue
         array = arrays[leaf.path]

@@ -19,13 +19,13 @@ from jaxdist.cluster.consensus import leader
 from jaxdist.config import RequestError
 from jaxdist.files import checksums, write_whole
 from jaxdist.huggingface.chat_template import find_chat_template, folder_of, template_folder
-from jaxdist.huggingface.families import family_of
 from jaxdist.huggingface.folder import ADAPTER_WEIGHTS, KEPT, Folder, open_folder
 from jaxdist.huggingface.model_config import maximum_of
 from jaxdist.huggingface.peft_reading import PeftAdapter
 from jaxdist.huggingface.reading import Keep, as_it_is, read_parameters
 from jaxdist.huggingface.safetensors_file import DTYPES, read_header
 from jaxdist.huggingface.schema import CONFIG, GENERATION, INDEX, SMALL_FILES, SOURCE, read_content
+from jaxdist.huggingface.type_choice import family_of
 from jaxdist.models import Params
 from jaxdist.sharding import name_of
 from jaxdist.training.checkpoint.finite_state import check_loaded
@@ -68,10 +68,11 @@ def parameters(run: Run, folder: Path, abstract: Params, keep: Keep = as_it_is) 
     those of the model; and afterwards, if they are not finite.
     """
     model = run.config.model
-    check_weights(folder, [folder / INDEX, *sorted(set(open_folder(folder).files.values()))])
+    held = open_folder(folder)
+    check_weights(folder, [folder / INDEX, *sorted(set(held.files.values()))])
     params = read_parameters(folder, model, abstract, keep)
     theirs = {}
-    for leaf in family_of(model).leaves:
+    for leaf in family_of(model, held.config.get("model_type")).leaves:
         theirs[leaf.path] = ", ".join(piece.names for piece in leaf.pieces)
     check_loaded(params, f"'{folder}'", "download it again, or name other weights", theirs)
     return params

@@ -13,12 +13,13 @@ import numpy as np
 from safetensors import safe_open
 
 from jaxdist.config import Config, ModelConfig
-from jaxdist.huggingface.families import family_of, sizes_of
+from jaxdist.huggingface.families import sizes_of
 from jaxdist.huggingface.folder import open_folder
 from jaxdist.huggingface.model_config import longest_sequence, model_values
 from jaxdist.huggingface.parts import shape_of
 from jaxdist.huggingface.reading import read_parameters
 from jaxdist.huggingface.schema import SMALL_FILES
+from jaxdist.huggingface.type_choice import family_of
 from jaxdist.request import to_toml
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.checkpoint.stored_arrays import StoredArray

@@ -10,6 +10,7 @@ from jaxdist.huggingface.folder import Folder
 from jaxdist.huggingface.keys import NEUTRAL, OFF, REASONS
 from jaxdist.huggingface.model_config import differing, longest_sequence, model_values, to_json
 from jaxdist.huggingface.model_types import MODEL_TYPES
+from jaxdist.huggingface.type_choice import family_of, type_for
 from tests.huggingface import configs
 from tests.huggingface.configs import LLAMA3, refusal, small, values
 
@@ -463,6 +464,28 @@ def test_a_model_of_our_own_gets_the_simplest_type(knobs, expected):
     assert written["model_type"] == expected
     found = values(written)
     assert {knob: found.get(knob) for knob in knobs} == knobs
+    # Its tensors have the names of that type.
+    assert family_of(model).leaves == MODEL_TYPES[expected].tensors(model).leaves
+
+
+def test_the_tensors_of_a_folder_have_the_names_of_its_own_type():
+    """Also where a simpler type computes the same: Granite with experts, whose factors are all 1, is a Mixtral."""
+    factors = dict(embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0)
+    model = ModelConfig(**values(small("granitemoe", attention_multiplier=8**-0.5, **factors)))
+    assert type_for(model) == "mixtral"
+    assert type_for(model, "granitemoe") == "granitemoe"
+    names = {piece.name for leaf in family_of(model, "granitemoe").leaves for piece in leaf.pieces}
+    assert "model.layers.{layer}.block_sparse_moe.input_linear.weight" in names
+    assert not any("experts" in name for name in names)
+    assert any("experts.{expert}.w1" in piece.name for leaf in family_of(model).leaves for piece in leaf.pieces)
+
+
+def test_a_model_that_no_type_computes_has_the_tensors_of_the_nearest():
+    """Adapters stand beside its weights by their paths."""
+    model = ModelConfig(family="moe", kv_latent=16, rope_dim=8, dense_layers=1, router_scale=3.0, z_loss=0.1)
+    own = family_of(model.model_copy(update={"router": "sigmoid", "shared_experts": 0, "qk_norm": "head"}))
+    paths = {leaf.path for leaf in own.leaves}
+    assert {"blocks.dense.attention.kv_up", "blocks.routed.attention.kv_up"} <= paths
 
 
 def test_a_type_that_cannot_compute_the_model_is_not_kept():

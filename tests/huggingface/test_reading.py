@@ -17,11 +17,12 @@ from safetensors.numpy import save_file
 
 from jaxdist.config import Config, DataLost, ModelConfig, ParallelConfig, RequestError
 from jaxdist.huggingface import reading
-from jaxdist.huggingface.families import family_of, sizes_of
+from jaxdist.huggingface.families import sizes_of
 from jaxdist.huggingface.folder import open_folder
 from jaxdist.huggingface.parts import placed, shape_of
 from jaxdist.huggingface.reading import ParameterReader, read_parameters
 from jaxdist.huggingface.tensor_checks import check_tensors
+from jaxdist.huggingface.type_choice import family_of
 from jaxdist.huggingface.weight_files import WeightFiles
 from jaxdist.mesh import parse_mesh
 from jaxdist.models import build

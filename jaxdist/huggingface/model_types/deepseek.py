@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jaxdist.config import ModelConfig, matmuls
+from jaxdist.config.stacks import first_layers, path_to, stacks_of
+from jaxdist.huggingface import families
 from jaxdist.huggingface.keys import ModelType, Setting
 from jaxdist.huggingface.model_types.shared import NO_BIAS, ROUTED, SILU, decoder
 
@@ -27,10 +33,47 @@ does."""
 
 SAME = {key: value for key, value in ROUTED.items() if key not in ("router_scale", "shared_experts", "dense_layers")}
 
+
+def tensors(model: ModelConfig) -> families.Family:
+    """Return the tensors of DeepSeek-V2 and V3: latent attention, layers with an MLP first, experts for all tokens."""
+    leaves = [
+        families.one("table", "VD", "model.embed_tokens.weight", ("V", "D")),
+        families.one("norm.scale", "D", "model.norm.weight", ("D",)),
+    ]
+    first = first_layers(model)
+    for name, stack in stacks_of(model).items():
+        own = matmuls.sizes_of(stack)
+        for leaf in _of_layer(stack):
+            pieces = tuple(replace(piece, first=first[name]) for piece in leaf.pieces)
+            path = path_to(name) + leaf.path.removeprefix("blocks.")
+            leaves.append(replace(leaf, path=path, pieces=pieces, own={**own, **leaf.own}))
+    return families.with_output(model, leaves)
+
+
+def _of_layer(stack: ModelConfig) -> Iterator[families.Leaf]:
+    """Yield the tensors of a layer of a stack of DeepSeek."""
+    attention = families.LAYER + "self_attn."
+    mlp = families.LAYER + "mlp."
+    parts = [part.name for matmul in matmuls.matmuls_of(stack).values() for part in matmul.parts]
+    yield from families.norms(stack)
+    yield from families.weights(stack, "attention", {name: attention + name for name in parts})
+    yield families.one("blocks.attention.kv_norm.scale", "LZ", attention + "kv_a_layernorm.weight", ("Z",))
+    if stack.q_latent:
+        yield families.one("blocks.attention.q_norm.scale", "LA", attention + "q_a_layernorm.weight", ("A",))
+    names = {name: mlp + name for name in ("gate_proj", "up_proj", "down_proj")}
+    if not stack.traits.routed:
+        yield from families.weights(stack, "mlp", names)
+        return
+    yield from families.experts(stack, mlp, {name: name for name in names}, "shared_experts")
+    balance = families.Piece(mlp + "gate.e_score_correction_bias", ("E",), exact=True)
+    yield families.Leaf("blocks.mlp.balance", "LE", (balance,) if stack.router == "sigmoid" else ())
+
+
 TYPES = {
     "deepseek_v2": ModelType(
         family="moe",
         architectures=("DeepseekV2ForCausalLM", "DeepseekV2Model"),
+        tensors=tensors,
         settings={
             **SIZES,
             "first_k_dense_replace": Setting("dense_layers", 0),
@@ -51,6 +94,7 @@ TYPES = {
     "deepseek_v3": ModelType(
         family="moe",
         architectures=("DeepseekV3ForCausalLM", "DeepseekV3Model"),
+        tensors=tensors,
         settings={
             **SIZES,
             "vocab_size": Setting("vocab", 129280),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from jaxdist.config import ModelConfig
+from jaxdist.huggingface import families
 from jaxdist.huggingface.keys import ModelType, Setting
 from jaxdist.huggingface.model_types.shared import NO_BIAS, ROUTED, SILU, balance_losses, decoder
 
@@ -15,10 +18,37 @@ EXPERTS_IN_ALL_LAYERS: dict[str, tuple[Any, ...]] = {
 }
 """Values of keys of Qwen. `intermediate_size` is the width of layers without experts, which its models have none of."""
 
+MATRICES = {name: name for name in ("gate_proj", "up_proj", "down_proj")}
+
+
+def _tensors(model: ModelConfig, mlp: str, matrices: Mapping[str, str]) -> families.Family:
+    """Return the tensors of a type of which those of an expert are tensors of their own.
+
+    `mlp` is how the names of an MLP begin, and `matrices` are their names of the parts of an expert.
+    """
+    leaves = [
+        *families.decoder(model),
+        *families.experts(model, families.LAYER + mlp, matrices, "shared_expert"),
+        families.Leaf("blocks.mlp.balance", "LE", ()),
+    ]
+    return families.with_output(model, leaves)
+
+
+def mixtral(model: ModelConfig) -> families.Family:
+    """Return the tensors of Mixtral, which numbers the matrices."""
+    return _tensors(model, "block_sparse_moe.", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
+
+
+def tensors(model: ModelConfig) -> families.Family:
+    """Return the tensors of OLMoE, Qwen2-MoE and Qwen3-MoE."""
+    return _tensors(model, "mlp.", MATRICES)
+
+
 TYPES = {
     "mixtral": ModelType(
         family="moe",
         architectures=("MixtralForCausalLM", "MixtralModel"),
+        tensors=mixtral,
         settings={
             **decoder(vocab=32000, kv_heads=8, mlp=14336),
             "rms_norm_eps": Setting("norm_eps", 1e-5),
@@ -37,6 +67,7 @@ TYPES = {
     "olmoe": ModelType(
         family="moe",
         architectures=("OlmoeForCausalLM", "OlmoeModel"),
+        tensors=tensors,
         settings={
             "vocab_size": Setting("vocab", 50304),
             "hidden_size": Setting("embed", 2048),
@@ -59,6 +90,7 @@ TYPES = {
     "qwen2_moe": ModelType(
         family="moe",
         architectures=("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
+        tensors=tensors,
         settings={
             **{key: setting for key, setting in decoder(151936, 16, 0).items() if key != "intermediate_size"},
             "hidden_size": Setting("embed", 2048),
@@ -82,6 +114,7 @@ TYPES = {
     "qwen3_moe": ModelType(
         family="moe",
         architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+        tensors=tensors,
         settings={
             **{key: setting for key, setting in decoder(151936, 4, 0).items() if key != "intermediate_size"},
             "hidden_size": Setting("embed", 2048),

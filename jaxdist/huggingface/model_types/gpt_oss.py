@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from jaxdist.config import ModelConfig
 from jaxdist.config.activation_numbers import SWIGLU_LIMIT, SWIGLU_SLOPE
+from jaxdist.huggingface import families
 from jaxdist.huggingface.keys import ModelType, Setting
 from jaxdist.huggingface.model_types.shared import ROUTED, SILU, balance_losses, decoder
+
+
+def tensors(model: ModelConfig) -> families.Family:
+    """Return the tensors of gpt-oss: those of all experts are one, where gates and what they gate take turns."""
+    mlp = families.LAYER + "mlp."
+    experts = mlp + "experts."
+    leaves = [
+        *families.decoder(model),
+        families.one("blocks.attention.sinks", "LKCI", families.LAYER + "self_attn.sinks", ("KGI",)),
+        families.one("blocks.mlp.router", "LDE", mlp + "router.weight", ("E", "D")),
+        families.one("blocks.mlp.router_bias", "LE", mlp + "router.bias", ("E",)),
+        families.one("blocks.mlp.gate_up", "LEDPF", experts + "gate_up_proj", ("E", "D", "FP")),
+        families.one("blocks.mlp.gate_up_bias", "LEPF", experts + "gate_up_proj_bias", ("E", "FP")),
+        families.one("blocks.mlp.down", "LEFD", experts + "down_proj", ("E", "F", "D")),
+        families.one("blocks.mlp.down_bias", "LED", experts + "down_proj_bias", ("E", "D")),
+        families.Leaf("blocks.mlp.balance", "LE", ()),
+    ]
+    return families.with_output(model, leaves)
+
 
 TYPES = {
     "gpt_oss": ModelType(
         family="moe",
         architectures=("GptOssForCausalLM", "GptOssModel"),
+        tensors=tensors,
         settings={
             **decoder(vocab=201088, kv_heads=8, mlp=2880, head_dim=64),
             "hidden_size": Setting("embed", 2880),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from jaxdist.config import ModelConfig
+from jaxdist.huggingface import families
 from jaxdist.huggingface.keys import ModelType, Setting
 from jaxdist.huggingface.model_types.shared import BIAS_OF_ATTENTION, BIAS_OF_MLP, ROUTED, SILU, balance_losses, decoder
 
@@ -13,6 +15,21 @@ FACTORS = {
 }
 
 SIZES = {key: one for key, one in decoder(vocab=32000, kv_heads=0, mlp=11008).items() if key != "head_dim"}
+
+
+def tensors_with_experts(model: ModelConfig) -> families.Family:
+    """Return the tensors of Granite with experts, whose matrices are one tensor in each layer."""
+    mlp = families.LAYER + "block_sparse_moe."
+    gate_up = families.Piece(mlp + "input_linear.weight", ("E", "PF", "D"))
+    leaves = [
+        *families.decoder(model),
+        families.one("blocks.mlp.router", "LDE", mlp + "router.layer.weight", ("E", "D")),
+        families.Leaf("blocks.mlp.gate_up", "LEDPF", (gate_up,)),
+        families.one("blocks.mlp.down", "LEFD", mlp + "output_linear.weight", ("E", "D", "F")),
+        families.Leaf("blocks.mlp.balance", "LE", ()),
+    ]
+    return families.with_output(model, leaves)
+
 
 TYPES = {
     "granite": ModelType(
@@ -32,6 +49,7 @@ TYPES = {
     "granitemoe": ModelType(
         family="moe",
         architectures=("GraniteMoeForCausalLM", "GraniteMoeModel"),
+        tensors=tensors_with_experts,
         settings={
             **SIZES,
             **BIAS_OF_ATTENTION,
