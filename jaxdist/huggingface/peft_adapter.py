@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxdist.config import ModelConfig, RequestError
+from jaxdist.config.lora_targets import MLP
 from jaxdist.files import write_whole
 from jaxdist.huggingface.adapter_pairs import PairPlace, pairs_of
 from jaxdist.huggingface.families import Leaf, Piece, sizes_of
@@ -39,7 +40,8 @@ def write_adapter(
     """Write the adapters of `model`, which are arrays by name, into an empty folder, and return what was written.
 
     `dtype` is a name of `SPELLED`: numbers are rounded once. `base` is the folder of Hugging Face that they stand
-    beside, if it is one. Raises `RequestError` where the arrays are not those of the model, or it has fused tensors.
+    beside, if it is one. Raises `RequestError` where the arrays are not those of the model, or PEFT would not load them
+    beside that folder.
     """
     if base is not None and family_of(model, open_config(base).config.get("model_type")).fused:
         raise RequestError(
@@ -48,6 +50,13 @@ def write_adapter(
         )
     check_adapters(model, adapters)
     modules = modules_of(model)
+    dense = [pair.target for module in modules for pair in module.pairs if pair.target in MLP]
+    if base is not None and dense and model.traits.routed:
+        raise RequestError(
+            f"the run has adapters beside {', '.join(dict.fromkeys(dense))} of layers without experts, and PEFT, with "
+            f"transformers 5, takes these names for those of experts; leave out --adapter, which merges the adapters "
+            f"into the weights, or train with model.lora_targets of attention alone"
+        )
     halves = {half.name: half for module in modules for half in module.halves(model)}
     tensors = [Tensor(name, SPELLED[dtype], half.shape) for name, half in halves.items()]
 

@@ -184,6 +184,8 @@ def test_pairs_of_latent_attention_and_of_dense_layers_are_written_and_read_agai
     shapes = {path: shape for pair in pairs_of(model) for path, shape in pair.shapes(model).items()}
     ours = {path: rng.normal(size=shape).astype(np.float32) for path, shape in shapes.items()}
     adapters = {path: Whole(array) for path, array in ours.items()}
+    with pytest.raises(RequestError, match="gate_proj, up_proj, down_proj of layers without experts, and PEFT"):
+        write_adapter(tmp_path, model, adapters, "float32", GOLDEN / "deepseek_v3")
     write_adapter(tmp_path, model, adapters, "float32", None)
     theirs = load_file(tmp_path / "adapter_model.safetensors")
     layer = "base_model.model.model.layers.{}."

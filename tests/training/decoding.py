@@ -41,7 +41,7 @@ FAMILIES = {
     "latent": {
         **{"family": "moe", "layers": 3, "dense_layers": 1, "experts": 4, "expert_mlp": 16, "shared_experts": 1},
         **{"head_dim": 6, "kv_latent": 12, "q_latent": 10, "rope_dim": 4, "value_dim": 8, "rope_pairs": "neighbours"},
-        **{"rope_scaling": "yarn,factor=4,original=8,mscale=1,mscale_all=0.7", "router": "sigmoid"},
+        **{"rope_scaling": "yarn,factor=4,original=8,mscale=1,mscale_all=0.7", "router": "sigmoid", "lora_rank": 2},
     },
     "gpt-oss": {
         **{"family": "moe", "kv_heads": 4, "experts": 4, "mlp": 16, "window": 5, "layers": 5, "period": "sliding,full"},
