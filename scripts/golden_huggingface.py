@@ -90,10 +90,10 @@ OSS = dict(
 """Of gpt-oss."""
 
 
-def longrope(original: int) -> dict[str, Any]:
+def longrope(original: int, short: list[float], long: list[float], **further: float) -> dict[str, Any]:
     """Return the part of a configuration of Phi-3, whose rows of 48 tokens are longer than `original`, or not."""
-    lists = dict(short_factor=[1.0, 1.1, 1.3, 1.5], long_factor=[1.0, 1.5, 4.0, 8.0])
-    parameters = rope(1e4, "longrope", original_max_position_embeddings=original, **lists)
+    lists = dict(short_factor=short, long_factor=long)
+    parameters = rope(1e4, "longrope", original_max_position_embeddings=original, **lists, **further)
     return dict(parameters, original_max_position_embeddings=original)
 
 
@@ -169,8 +169,16 @@ def configurations() -> dict[str, transformers.PretrainedConfig]:
             query_pre_attn_scalar=24,
             layer_types=["sliding_attention", "full_attention"] * 2,
         ),
-        "phi3_short": transformers.Phi3Config(**untied, **longrope(64), pad_token_id=0),
-        "phi3_long": transformers.Phi3Config(**untied, **longrope(16), pad_token_id=0, sliding_window=24),
+        "phi3_short": transformers.Phi3Config(
+            **untied, **longrope(64, short=[1.0, 1.1, 1.3, 1.5], long=[1.0, 1.5, 4.0, 8.0]), pad_token_id=0
+        ),
+        # Of each head, six of eight dims are turned.
+        "phi4_mini": transformers.Phi3Config(
+            **tied,
+            **longrope(16, short=[1.0, 1.1, 1.5], long=[1.0, 2.0, 8.0], partial_rotary_factor=0.75),
+            pad_token_id=0,
+            sliding_window=24,
+        ),
         "mixtral": transformers.MixtralConfig(
             **ROUTED, intermediate_size=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=8
         ),

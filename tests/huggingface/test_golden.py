@@ -72,9 +72,9 @@ WRONG = [
     ("gemma2", {"period": "full,sliding"}),
     ("gemma3", {"sliding_theta": 0.0}),
     ("gemma3", {"rope_scaling": "none"}),
-    ("phi3_long", {"rope_scaling": f"longrope,factor=4,original=48,{LISTS}"}),
+    ("phi4_mini", {"rotary_fraction": 1.0, "rope_scaling": f"longrope,factor=4,original=16,{LISTS}"}),
     ("phi3_short", {"rope_scaling": f"longrope,factor=4,original=16,{LISTS}"}),
-    ("phi3_long", {"rope_scaling": f"longrope,factor=1,original=16,{LISTS}"}),
+    ("phi4_mini", {"rope_scaling": "longrope,factor=1,original=16,short=1:1.1:1.5,long=1:2:8"}),
     ("mistral", {"window": 0}),
     ("mistral", {"window": 9}),
     *(

@@ -329,4 +329,4 @@ def test_transformers_loads_a_merged_folder_and_computes_the_same(name, merged):
 
 def test_adapters_beside_fused_tensors_are_merged_or_refused(tmp_path):
     with pytest.raises(RequestError, match=r"q_proj, k_proj and v_proj in one tensor.*leave out --adapter"):
-        write_adapter(tmp_path, model_of(GOLDEN / "phi3_long"), {}, "float32", GOLDEN / "phi3_long")
+        write_adapter(tmp_path, model_of(GOLDEN / "phi4_mini"), {}, "float32", GOLDEN / "phi4_mini")
