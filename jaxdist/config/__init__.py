@@ -217,10 +217,12 @@ class TrainConfig(Section):
     """Rows per optimizer step over the whole mesh."""
     accumulation: MicroBatches = 1
     """Gradient accumulation: micro-batches per step, run in sequence; saves activations if run outside the layers."""
-    objective: Literal["cross-entropy", "dpo"] = "cross-entropy"
-    """Loss: cross-entropy of tokens; dpo: of pairs of a better and a worse answer, each pair two rows."""
+    objective: Literal["cross-entropy", "dpo", "orpo"] = "cross-entropy"
+    """Loss: cross-entropy of tokens; dpo, orpo: of pairs of a better and a worse answer, each pair two rows."""
     dpo_beta: PositiveFloat32 = 0.1
     """Of dpo: the weight of log-probabilities against the reference; large: the model stays near it."""
+    orpo_lambda: PositiveFloat32 = 0.1
+    """Of orpo: the weight of the odds ratio of both answers beside the cross-entropy of the better one."""
     local_steps: CountOrZero = 0
     """Steps (H) that each replica takes by itself before all average their weights, which changes the loss; 0: none."""
     seed: Seed = 0
@@ -231,6 +233,11 @@ class TrainConfig(Section):
     @property
     def learns_pairs(self) -> bool:
         """Whether rows are pairs of a better and a worse answer."""
+        return self.objective != "cross-entropy"
+
+    @property
+    def refers(self) -> bool:
+        """Whether the loss compares the model with the one that the run begins with."""
         return self.objective == "dpo"
 
     @property
@@ -363,12 +370,12 @@ class Config(Section):
     @property
     def keeps_reference(self) -> bool:
         """Whether the log-probabilities that a loss refers to are computed before the first step, and kept."""
-        return self.train.learns_pairs and not self.model.frozen
+        return self.train.refers and not self.model.frozen
 
     @property
     def refers_in_step(self) -> bool:
         """Whether each step computes them: the reference of adapters is the frozen base beside them."""
-        return self.train.learns_pairs and self.model.frozen
+        return self.train.refers and self.model.frozen
 
     def with_knobs(self, values: Mapping[str, object]) -> Config:
         """Return the configuration with these values of knobs, by name as in `leaves`. They are not checked."""

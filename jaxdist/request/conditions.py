@@ -255,10 +255,15 @@ def outer_steps(config: Config, known: Known) -> str:
     return "" if config.train.local_steps else "train.local_steps 0, which has no outer step,"
 
 
-@needs("train.objective")
-def pairs(config: Config, known: Known) -> str:
-    """Need pairs of answers to learn."""
-    return "" if config.train.learns_pairs else f"train.objective {config.train.objective}"
+def trains_for(objective: str) -> Condition:
+    """Return the condition that the run has this objective."""
+
+    def find(config: Config, known: Known) -> str:
+        asked = config.train.objective
+        return "" if asked == objective else f"train.objective {asked}"
+
+    find.__name__ = f"trains_for_{objective}"
+    return needs("train.objective")(find)
 
 
 @needs("sample.every")

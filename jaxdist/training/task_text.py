@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
@@ -25,14 +24,17 @@ from jaxdist.data.order import global_rows, held_out_rows
 from jaxdist.data.row_use import together
 from jaxdist.data.rows import TokenRows
 from jaxdist.huggingface.special_tokens import SpecialTokens
+from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.parallel.pipeline.stages import stages_of
 from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.planning.timing import flops_formula, flops_of_step
+from jaxdist.sharding import Layout
 from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.objective import REFERENCE
 from jaxdist.training.forward.pipeline import PipelineForward
+from jaxdist.training.forward.preferences import loss_of
 from jaxdist.training.mixture_record import MixtureRecord, asked_by, described
 from jaxdist.training.task import Task
 from jaxdist.training.validation import HeldOutPart
@@ -276,18 +278,21 @@ class TextTask(Task[Model]):
 
 
 class PreferenceTask(TextTask):
-    """Batches of pairs of answers, with the log-probabilities of their reference unless each step computes these.
+    """Batches of pairs of answers, with the log-probabilities of their reference where these are kept.
 
     A pair is two rows, 2i the chosen answer and 2i + 1 the rejected one, and stays so all the way: pairs are drawn in a
     random order, and their rows lie side by side in the global batch, so that both are in the same micro-batch on the
     same devices (`training.forward.preferences`).
     """
 
-    baseline_name = "loss of the reference"
     counted = "pair"
     pairs = True
     reference: Reference | None = None
     """Once it is known (`training.reference`)."""
+
+    def __init__(self, split: Split, model: Model, mesh: jax.sharding.Mesh, layout: Layout) -> None:
+        super().__init__(split, model, mesh, layout)
+        self.baseline_name = loss_of(self.config.train).baseline_name
 
     @property
     def keeps_reference(self) -> bool:
@@ -299,8 +304,8 @@ class PreferenceTask(TextTask):
         return self.data.train.count, f"rows of {self.units} tokens, two of each pair"
 
     def baseline(self) -> float:
-        """Return log 2, the loss of each pair where the model is the reference."""
-        return math.log(2)
+        """Return the loss of each pair under the model that the objective names."""
+        return loss_of(self.config.train).baseline(self.config.model.vocab)
 
     def rows_after(self, step: int) -> np.ndarray:
         """Return the numbers of the rows of that step: both of each pair, side by side."""

@@ -1,4 +1,4 @@
-"""Promise 1 for pairs of answers: the loss of a plain program, on any mesh, with and without adapters.
+"""Promise 1 for pairs of answers: the losses of plain programs, on any mesh, with and without adapters.
 
 The reference of a run with adapters is the model without them: here another model, which never had any.
 """
@@ -25,10 +25,10 @@ from jaxdist.sharding import Layout, name_of
 from jaxdist.training.forward import base
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.objective import REFERENCE
-from jaxdist.training.forward.preferences import dpo
+from jaxdist.training.forward.preferences import Dpo, Orpo, Pairs, summed
 from tests.parity import cases
 
-BETA, RATE = 0.5, 0.3
+BETA, LAMBDA, RATE = 0.5, 2.0, 0.3
 FULL = cases.LLAMA.model_copy(update=dict(layers=2))
 LORA = FULL.model_copy(update=dict(lora_rank=2))
 ROUTED = FULL.model_copy(update=dict(family="moe", experts=4, expert_mlp=32, balance_rate=0.0))
@@ -39,19 +39,22 @@ EMPTY = 5
 """A pair without labels, as padding has none."""
 
 ROWS = [
-    ("1x1x1", FULL, 2, {}),
+    ("dpo", "1x1x1", FULL, 2, {}),
 ]
 SLOW = [
-    ("1x1x1", LORA, 1, {}),
-    ("2x2x1", FULL, 2, dict(stage=3, sequence=True)),
-    ("2x2x1", LORA, 2, dict(stage=3)),
-    ("replica=2,data=2", LORA, 1, dict(stage=1)),
-    ("1x1x2", FULL, 4, dict(pipeline=PipelineConfig(schedule="1f1b"))),
-    ("1x1x2", LORA, 2, dict(stage=3, pipeline=PipelineConfig(schedule="zb-u"))),
-    ("context=2", FULL, 1, {}),
-    ("context=2,pipeline=2", LORA, 2, dict(stage=1, pipeline=PipelineConfig(schedule="1f1b"))),
-    ("data=2,expert=2", ROUTED, 2, dict(stage=3)),
-    ("expert=2", ADAPTED, 1, {}),
+    ("dpo", "1x1x1", LORA, 1, {}),
+    ("dpo", "2x2x1", FULL, 2, dict(stage=3, sequence=True)),
+    ("dpo", "2x2x1", LORA, 2, dict(stage=3)),
+    ("dpo", "replica=2,data=2", LORA, 1, dict(stage=1)),
+    ("dpo", "1x1x2", FULL, 4, dict(pipeline=PipelineConfig(schedule="1f1b"))),
+    ("dpo", "1x1x2", LORA, 2, dict(stage=3, pipeline=PipelineConfig(schedule="zb-u"))),
+    ("dpo", "context=2", FULL, 1, {}),
+    ("dpo", "context=2,pipeline=2", LORA, 2, dict(stage=1, pipeline=PipelineConfig(schedule="1f1b"))),
+    ("dpo", "data=2,expert=2", ROUTED, 2, dict(stage=3)),
+    ("dpo", "expert=2", ADAPTED, 1, {}),
+    ("orpo", "1x1x1", FULL, 2, {}),
+    ("orpo", "2x2x1", LORA, 1, dict(stage=3, sequence=True)),
+    ("orpo", "context=2,pipeline=2", FULL, 2, dict(stage=1, pipeline=PipelineConfig(schedule="1f1b"))),
 ]
 
 
@@ -90,12 +93,17 @@ def moved(model: ModelConfig, path: Any, weight: jax.Array, gradient: jax.Array)
 
 
 @cache
-def plain(name: str) -> cases.Outcome:
+def plain(objective: str, name: str) -> cases.Outcome:
     """A loop over steps of gradient descent; its gradients and weights are those of frozen parameters too."""
     model = MODELS[name]
 
     def loss(params: Any, rows: dict[str, np.ndarray]) -> Any:
         log_p = log_probabilities(model, params, rows)
+        if objective == "orpo":
+            by_token = (log_p / jnp.maximum((rows["labels"] >= 0).sum(1), 1)).reshape(-1, 2)
+            chosen, rejected = by_token[np.arange(len(by_token)) != EMPTY].T
+            odds = jnp.exp(chosen) / (1 - jnp.exp(chosen)) / (jnp.exp(rejected) / (1 - jnp.exp(rejected)))
+            return (-chosen - LAMBDA * jnp.log(odds / (1 + odds))).mean()
         if model.frozen:
             reference = log_probabilities(model.model_copy(update=dict(lora_rank=0)), without_lora(start), rows)
         else:
@@ -121,16 +129,17 @@ def plain(name: str) -> cases.Outcome:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "model", "accumulation", "layout"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
+    ("objective", "mesh", "model", "accumulation", "layout"),
+    [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)],
 )
-def test_the_loss_is_that_of_a_plain_program(mesh, model, accumulation, layout, monkeypatch):
+def test_the_loss_is_that_of_a_plain_program(objective, mesh, model, accumulation, layout, monkeypatch):
     of = base.ForwardOptions.of
-    asked = TrainConfig(objective="dpo", dpo_beta=BETA)
+    asked = TrainConfig(objective=objective, dpo_beta=BETA, orpo_lambda=LAMBDA)
     monkeypatch.setattr(
         base.ForwardOptions, "of", lambda config, dtype: of(config.model_copy(update={"train": asked}), dtype)
     )
     got = cases.train(mesh, accumulation, model, optax.sgd(RATE), batches=lambda number: batch(number, model), **layout)
-    wanted = plain(next(name for name, one in MODELS.items() if one == model))
+    wanted = plain(objective, next(name for name, one in MODELS.items() if one == model))
     assert cases.moved(got) > 0.01
     assert jax.tree.leaves(got.gradient)
     trained = {name: _like(getattr(got, name), getattr(wanted, name)) for name in ("gradient", "before", "after")}
@@ -147,10 +156,29 @@ def _like(got: Any, wanted: Any) -> Any:
 def test_figures_are_means_over_the_pairs_that_count():
     log_p = jnp.array([[[-1.0, -3.0], [-2.0, -2.5], [-7.0, 9.0]]])
     reference = jnp.array([[[-2.0, -2.0], [-1.0, -3.0], [0.0, 0.0]]])
-    loss, sums = dpo(0.5, log_p, reference, jnp.array([[True, True, False]]))
+    of_pairs = Dpo(0.5)(Pairs(log_p, jnp.ones((1, 3, 2), int), reference))
+    loss, sums = summed(of_pairs, jnp.array([[True, True, False]]))
     margins = 0.5 * np.array([(-1 + 2) - (-3 + 2), (-2 + 1) - (-2.5 + 3)])
     np.testing.assert_allclose(loss, np.log1p(np.exp(-margins)).sum(), rtol=1e-6)
     figures = {name: float(total) for name, total in sums.items()}
     assert figures == pytest.approx(
         dict(accuracy=1.0, reward_margin=margins.sum(), chosen_logp=-3.0, rejected_logp=-5.5)
     )
+
+
+def test_a_loss_by_odds_is_finite_where_an_answer_is_certain():
+    def of(log_p):
+        pairs = Pairs(log_p, jnp.array([[[2, 4], [1, 1], [1, 2]]]))
+        return summed(Orpo(0.5)(pairs), jnp.array([[True, True, False]]))
+
+    loss, sums = of(jnp.array([[[-1.0, -8.0], [-2.0, -0.5], [0.0, 0.0]]]))
+    chosen, rejected = np.array([-0.5, -2.0]), np.array([-2.0, -0.5])
+    margins = np.log(np.exp(chosen) / (1 - np.exp(chosen))) - np.log(np.exp(rejected) / (1 - np.exp(rejected)))
+    np.testing.assert_allclose(loss, (-chosen + 0.5 * np.log1p(np.exp(-margins))).sum(), rtol=1e-6)
+    figures = {name: float(total) for name, total in sums.items()}
+    assert figures == pytest.approx(
+        dict(accuracy=1.0, reward_margin=margins.sum(), chosen_logp=-2.5, rejected_logp=-2.5), abs=1e-6
+    )
+    (loss, _), gradient = jax.jit(jax.value_and_grad(of, has_aux=True))(jnp.array([[[0.0, -1], [-1, 0], [0, 0]]]))
+    assert np.isfinite(loss)
+    assert np.isfinite(gradient).all()

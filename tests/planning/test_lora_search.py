@@ -111,16 +111,19 @@ def test_a_step_on_pairs_takes_longer_by_the_forward_pass_of_its_reference_and_b
         config = llama(**one, **more, **{"train.objective": objective})
         return estimate(config, build(config.model), CLUSTER)
 
-    plain, pairs = (of(objective, **ADAPTED) for objective in ("cross-entropy", "dpo"))
+    plain, pairs, alone = (of(objective, **ADAPTED) for objective in ("cross-entropy", "dpo", "orpo"))
     assert 1.25 < pairs.parts["arithmetic"] / plain.parts["arithmetic"] < 1.4
     flops, forward = (count(plain.config.model) for count in (flops_per_token, forward_flops_per_token))
     assert pairs.mfu * pairs.seconds / (plain.mfu * plain.seconds) == pytest.approx(1 + forward / flops)
     assert text.command(pairs, llama(), "llama31_8b").count("--train.objective dpo") == 1
-    # A run of all weights has its reference already: a number for each of 4 rows, and the logits are made twice.
-    plain, pairs = (of(objective) for objective in ("cross-entropy", "dpo"))
     head = 2 * 4 * 8192 * 128256 * 4096 / speed_of(pairs.config, CLUSTER).matmul
+    assert alone.parts["arithmetic"] - plain.parts["arithmetic"] == pytest.approx(head)
+    assert alone.mfu * alone.seconds == pytest.approx(plain.mfu * plain.seconds)
+    # A run of all weights has its reference already: a number for each of 4 rows, and the logits are made twice.
+    plain, pairs, alone = (of(objective) for objective in ("cross-entropy", "dpo", "orpo"))
     assert pairs.parts["arithmetic"] - plain.parts["arithmetic"] == pytest.approx(head)
     assert pairs.memory.batch - plain.memory.batch == 4 * 4
+    assert alone.memory.batch == plain.memory.batch
 
 
 def test_candidates_for_pairs_leave_both_rows_of_a_pair_on_a_device():

@@ -44,6 +44,7 @@ OF_DEVICES = {
     "optimizer.clip": NUMBER_OR_ZERO,
     "optimizer.outer_rate": NUMBER,
     "train.dpo_beta": NUMBER,
+    "train.orpo_lambda": NUMBER,
     "optimizer.outer_momentum": FRACTION,
 }
 """Knob -> (what float32 turns into 0, what into infinity or, of a fraction, 1, what it keeps)."""
@@ -80,6 +81,7 @@ USED = {
     "optimizer.decay_fraction": {"optimizer.schedule": "constant"},
     "parallel.compression_density": {"parallel.gradient_compression": "topk-int8", "mesh": "replica=2"},
     "train.dpo_beta": {"train.objective": "dpo"},
+    "train.orpo_lambda": {"train.objective": "orpo"},
     "optimizer.outer_rate": {"train.local_steps": "10", "mesh": "replica=2"},
     "optimizer.outer_momentum": {"train.local_steps": "10", "mesh": "replica=2"},
 }

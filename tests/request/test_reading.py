@@ -341,7 +341,7 @@ EDGES = {
     "model.norm_eps": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
     "optimizer.learning_rate": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
     "optimizer.outer_rate": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
-    "train.dpo_beta": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
+    **dict.fromkeys(("train.dpo_beta", "train.orpo_lambda"), ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38])),
     "optimizer.decay_fraction": ([0.0, 1.0], [-1e-9, 1.000001]),
     "data.validation_fraction": ([1e-9, 0.999999], [0.0, 1.0]),
     "train.epochs": ([0.0, 1e6], [-1e-9, 1.000001e6]),

@@ -42,7 +42,7 @@ LEGAL = {
         *("data.augment", "data.prefetch"),
         *("optimizer.name", "optimizer.schedule", "optimizer.decay_fraction", "optimizer.moments"),
         *("train.global_batch_size", "train.accumulation", "cluster.process_id"),
-        *("optimizer.outer_rate", "train.objective", "train.dpo_beta"),
+        *("optimizer.outer_rate", "train.objective", "train.dpo_beta", "train.orpo_lambda"),
         *("prompts", "chat", "system", "thinking", "top_p"),
         *("tokens", "samples", "cluster", "compare", "devices", "processes", "nodes", "time"),
         *("checkpoint.grace_seconds", "fault.heartbeat_seconds", "fault.start_seconds", "minutes", "seconds"),

@@ -51,7 +51,8 @@ BY_REQUEST = {
     "ends_by_decay": ({"optimizer.schedule": "inverse-sqrt"}, {"optimizer.schedule": "linear"}),
     "decay": ({"optimizer.schedule": "constant"}, {"optimizer.schedule": "constant", "optimizer.decay_fraction": "0"}),
     "outer_steps": ({"mesh": "replica=2", "train.local_steps": "2"}, {}),
-    "pairs": ({"train.objective": "dpo"}, {}),
+    "trains_for_dpo": ({"train.objective": "dpo"}, {"train.objective": "orpo"}),
+    "trains_for_orpo": ({"train.objective": "orpo"}, {"train.objective": "dpo"}),
     "samples": ({"sample.every": "2"}, {}),
 }
 """Condition -> (what a request has beside the knob where the condition holds, and where it does not)."""

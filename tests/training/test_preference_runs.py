@@ -174,8 +174,15 @@ def test_a_reference_stays_when_the_weights_that_it_is_of_are_replaced(asked, tm
 @pytest.mark.slow
 def test_adapters_refer_to_the_base_beside_them_in_a_pipeline(asked, tmp_path, capsys):
     asked = over(asked, "--validation.every=0", "--checkpoint.every=0")
-    assert train.main(over(asked, "--run-dir=base", "--train.steps=1")) == 0
-    capsys.readouterr()
+    # The base learns from the same pairs without a reference.
+    assert train.main(over(asked, "--run-dir=base", "--train.steps=1", "--train.objective=orpo")) == 0
+    said = capsys.readouterr().err
+    assert "reference" not in said
+    figures, *_ = lines(tmp_path / "base")
+    even = np.log(330) + 0.1 * np.log(2)
+    assert figures["loss"] == pytest.approx(even, rel=0.02)
+    assert figures["loss"] == pytest.approx(-figures["chosen_logp"] + 0.1 * np.log(2), rel=0.01)
+    assert abs(figures["reward_margin"]) < 0.5
     more = [
         "--init-from=base",
         "--model.lora-rank=2",

@@ -51,13 +51,13 @@ def check_form(sources: Sources, pairs: bool) -> None:
         holds = source.chats is not None and source.chats.pairs
         if holds and not pairs:
             raise RequestError(
-                f"'{source.name}' holds pairs of a better and a worse answer (chosen, rejected); set "
-                "train.objective to dpo to learn them, write the better ones as messages, or name one key by data.text"
+                f"'{source.name}' holds pairs of a better and a worse answer (chosen, rejected); set train.objective "
+                "to dpo or orpo to learn them, write the better ones as messages, or name one key by data.text"
             )
         if pairs and not holds:
             others = "conversations" if source.chats else "text or tokens"
             raise RequestError(
-                f"train.objective is dpo, which learns pairs of answers (chosen, rejected), but '{source.name}' holds "
+                f"train.objective dpo or orpo learns pairs of answers (chosen, rejected), but '{source.name}' holds "
                 f"{others}; give such pairs, or set train.objective to cross-entropy"
             )
 

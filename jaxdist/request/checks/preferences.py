@@ -1,4 +1,4 @@
-"""Check a training on pairs of answers (DPO): that pairs stay together, and nothing asks for what it does not have."""
+"""Check a training on pairs of answers: that pairs stay together, and nothing asks for what it does not have."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import Layout, Tree, wide
 from jaxdist.training.forward import balance
 from jaxdist.training.forward.objective import CROSS_ENTROPY, REFERENCE, Objective
-from jaxdist.training.forward.preferences import Preferences
+from jaxdist.training.forward.preferences import Preferences, loss_of
 from jaxdist.training.forward.step import Batch, Further
 
 
@@ -48,7 +48,7 @@ class ForwardOptions:
         """Return what a configuration asks for, in this compute dtype."""
         objective: Objective = CROSS_ENTROPY
         if config.train.learns_pairs:
-            objective = Preferences(config.train.dpo_beta)
+            objective = Preferences(loss_of(config.train))
         return cls(dtype, config.model.remat, config.model.drops, config.train.seed, objective)
 
 

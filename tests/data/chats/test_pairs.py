@@ -164,11 +164,13 @@ def test_damaged_pairs_stop_the_run_or_are_counted(open_):
 
 
 def test_pairs_and_objectives_belong_together(open_):
-    with pytest.raises(RequestError, match=r"holds pairs of a better and a worse answer.* set train.objective to dpo"):
+    with pytest.raises(
+        RequestError, match=r"holds pairs of a better and a worse answer.* set train.objective to dpo or orpo"
+    ):
         open_(PAIRS, pairs=False)
-    with pytest.raises(RequestError, match=r"train.objective is dpo.* holds conversations"):
+    with pytest.raises(RequestError, match=r"train.objective dpo or orpo learns pairs.* holds conversations"):
         open_([{"messages": [ASK, GOOD]}] * 40)
-    with pytest.raises(RequestError, match=r"train.objective is dpo.* holds text or tokens"):
+    with pytest.raises(RequestError, match=r"train.objective dpo or orpo learns pairs.* holds text or tokens"):
         open_([{"text": json.dumps(ASK)}] * 40)
 
 
