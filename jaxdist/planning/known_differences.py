@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jaxdist.mesh.split import Split
 from jaxdist.planning.compared import Row
 from jaxdist.planning.habit import Habit
-from jaxdist.planning.pipelines import Pipeline, pipeline_of
+from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, Transfer
 from jaxdist.planning.stream_traffic import STREAM_OF_LAYERS
 from jaxdist.planning.weight_traffic import GRADIENTS
@@ -42,13 +42,6 @@ class Known(Habit):
     applies: Callable[[Row, Case], bool]
     """Whether a row differs in this way, to the element."""
 
-    def explains(self, row: Row, case: Case) -> bool:
-        """Return whether `row` of `case` differs in this way.
-
-        The platform, the jax version and the condition on the request must all match.
-        """
-        return self.occurs(case.layout.platform, case.jax) and self.applies(row, case)
-
 
 def reason(row: Row, case: Case) -> str:
     """Return why `row` is expected to differ from its prediction; empty where that is not expected.
@@ -56,7 +49,7 @@ def reason(row: Row, case: Case) -> str:
     An unexpected difference makes `explain` exit with 1.
     """
     for known in KNOWN:
-        if known.explains(row, case):
+        if known.occurs(case.layout.platform, case.jax) and known.applies(row, case):
             return known.reason
     return ""
 
@@ -81,7 +74,10 @@ def _sends_once_for_all_ticks(row: Row, case: Case) -> bool:
     pipe = pipeline_of(case.split)
     if not pipe:
         return False
-    ticks, loops = _ticks_and_loops(pipe)
+    # The ticks that make gradients of weights, and the loops in which the executor runs these ticks.
+    slot = "W" if pipe.schedule.split else "B"
+    ticks = pipe.ticks(slot)
+    loops = sum(slot in slots for _, _, slots in pipe.table.segments)
     reduced = _predicted(row, case, ALL_REDUCE, GRADIENTS_OF_LAYERS)
     in_ticks = [one for one in reduced if one.calls % ticks == 0]
     return _sends_less(row, [one.elements - one.elements // ticks * loops for one in in_ticks], F32)
@@ -92,13 +88,6 @@ def _sends_once_for_all_ticks_of_one_layer(row: Row, case: Case) -> bool:
     pipe = pipeline_of(case.split)
     # No loop over layers stands between the gradients and the loop over ticks.
     return pipe is not None and pipe.stages.depth == 1 and _sends_once_for_all_ticks(row, case)
-
-
-def _ticks_and_loops(pipe: Pipeline) -> tuple[int, int]:
-    """Return how many ticks make gradients of weights, and in how many loops the executor runs these ticks."""
-    slot = "W" if pipe.schedule.split else "B"
-    loops = [slots for _, _, slots in pipe.table.segments if slot in slots]
-    return pipe.ticks(slot), len(loops)
 
 
 def _gathers_once_for_both_products(row: Row, case: Case) -> bool:

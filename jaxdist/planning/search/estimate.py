@@ -1,21 +1,6 @@
 """Predict the time and the memory of a training step on a cluster, from the configuration alone.
 
-`step_time` adds up the seconds of a step from these parts:
-
-    arithmetic    kernels of layers (`layer_time`), which run k times, or in a pipeline as often as the ticks of its
-                  schedule, and the output table
-    waiting       ticks in which a rank has nothing to do, and the padding of uneven stages
-    context       attention over `context`: what the work on keys that are there does not hide of a ring, and all of
-                  what Ulysses exchanges (`ring_time`)
-    expert        all-to-alls over `expert`: the experts wait for their rows, and the next layer for theirs
-    model         collectives over `model`: each layer needs their results before it goes on
-    pipeline      messages between stages
-    data          weights and gradients: overlapped with the arithmetic where they are sent layer by layer (ZeRO 2 and
-                  3), and with nothing where they are sent once per step (0 and 1, and over the replicas always, but
-                  for delayed gradients); of H local steps, each pays a part of the outer step
-    optimizer     reads and writes parameters, moments and gradients once
-    other         what every step takes, and what many devices wait for the slowest
-
+`step_time` adds up the seconds of a step from the parts in `FORMULAS`.
 `communication` predicts the bytes and calls of each transfer, and `explain` compares them with the compiled program;
 `collective_time` predicts the seconds. How many rows experts compute depends on the router: `expert_rows` says what is
 assumed of it. Not included: other jobs on the network, the arithmetic of gradient compression and of outer steps, and

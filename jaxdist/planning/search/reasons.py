@@ -86,18 +86,14 @@ def _less_sharded(plan: Plan, first: Estimate) -> str:
             too_large[stage] = least.memory.total
             continue
         # It fits, so only its time can have ruled it out; that is known where the search has predicted it.
-        times = [plan.slower(candidate) for candidate in plan.fitting if _same_sharding(candidate, least)]
+        alike = [one for one in plan.fitting if one.shape == least.shape and one.config.parallel.zero == stage]
+        times = [plan.slower(candidate) for candidate in alike]
         if times:
             sentences.append(f"ZeRO {stage} takes {min(times):.2f} times as long as the fastest here")
     if too_large:
         stages = " and ".join(map(str, sorted(too_large)))
         sentences.append(f"ZeRO {stages} would need {size(min(too_large.values()))} or more here")
     return "; ".join(sentences)
-
-
-def _same_sharding(one: Estimate, other: Estimate) -> bool:
-    """Return whether both have the same mesh and the same ZeRO stage."""
-    return one.shape == other.shape and one.config.parallel.zero == other.config.parallel.zero
 
 
 def _experts(plan: Plan, first: Estimate) -> str:

@@ -22,20 +22,15 @@ from jaxdist.models import Model, build_decoder
 from jaxdist.optimizers.rule import Role
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
 from jaxdist.parallel.pipeline.simulate import EQUAL, Times
-from jaxdist.planning import collective_time, step_bytes
+from jaxdist.planning import step_bytes
 from jaxdist.planning.activations import in_layer_of_row, in_loss, saved_per_token, scores_in_layer, stashed_per_token
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.collective_time import Numbers, ranks_together
+from jaxdist.planning.collective_time import Numbers, group_over, seconds_of
 from jaxdist.planning.exposure import rates_in
 from jaxdist.planning.kernels_time import Units
 from jaxdist.planning.layer_time import head_seconds, layer_times
 from jaxdist.planning.pipeline_memory import ROUGH_MESSAGES, Depths, Unit, buffers, recomputed, rough_stash
-from jaxdist.planning.predicted_collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    F32,
-    REDUCE_SCATTER,
-)
+from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, REDUCE_SCATTER
 from jaxdist.planning.search.candidates import BRANCHING, MESH, RING, SPLIT, Columns, devices_along
 from jaxdist.planning.search.distinct import Column, Scalar, distinct_rows, mapping
 from jaxdist.planning.search.estimate import Device
@@ -72,8 +67,8 @@ class Screen(Steps):
         few, kinds = self.distinct("mesh", "sequence", "micro", "remat", "schedule", "virtual", RING)
         work, lockstep = (each[kinds] for each in few._arithmetic())
         few, kinds = self.distinct("mesh", "zero", "virtual")
-        replicas = few._replica_seconds()[kinds]
-        updated = few._bytes_updated()[kinds]
+        replicas = few._crossing_seconds()[kinds] / self.rule.every
+        updated = (few.trained * step_bytes.updated(few._masters, few._moments))[kinds]
         # Over the replicas, only delayed gradients wait for nothing.
         found = self.communication().seconds
         crossing = ONCE if self.cluster.between is None else BETWEEN_SITES
@@ -174,10 +169,6 @@ class Screen(Steps):
         later = self.trained * step_bytes.gradients_of_layers(self.columns["zero"], self.width, self.elements)
         return np.where(self.staged, 0, later)
 
-    def _bytes_updated(self) -> Column:
-        """Return the bytes that the optimizer reads and writes."""
-        return np.asarray(self.trained * step_bytes.updated(self._masters, self._moments))
-
     @property
     def _masters(self) -> Column:
         """The bytes of all parameters in f32."""
@@ -211,7 +202,7 @@ class Screen(Steps):
             expert_parts=c[EXPERT],
             ring=c[RING],
         )
-        head = self._head_seconds()
+        head = head_seconds(self.config, self.cluster, self.tokens, c[MODEL] * c[PIPELINE])
         each = sum(units)
         # The forward pass of a reference.
         before = units.forward if self.config.refers_in_step else 0
@@ -234,21 +225,12 @@ class Screen(Steps):
         ticks = (3 * micro + waits) * longest - micro * sum(units)
         return np.where(BRANCHING[self.columns["schedule"]], ticks, bubble)
 
-    def _head_seconds(self) -> Column:
-        """Return the seconds of the output table's matmuls for a micro-batch."""
-        parts = self.columns[MODEL] * self.columns[PIPELINE]
-        return np.asarray(head_seconds(self.config, self.cluster, self.tokens, parts))
-
-    def _replica_seconds(self) -> Column:
-        """Return a step's part of the seconds in which gradients, and weights, cross the replicas."""
-        return self._crossing_seconds() / self.rule.every
-
     def _crossing_seconds(self) -> Column:
         """Return the seconds in which the shards of gradients, and of weights, cross the replicas once."""
-        replicas = self.columns[REPLICA]
+        group = group_over(self.sizes, (REPLICA,), self.cluster)
 
         def call(kind: str, width: Numbers) -> Column:
-            return self._seconds_over((REPLICA,), kind, width * self.crossing, replicas)
+            return np.asarray(seconds_of(kind, width * self.crossing, group))
 
         def of_gradients(kind: str, width: Numbers) -> Column:
             # Frozen parameters have none.
@@ -258,16 +240,7 @@ class Screen(Steps):
             shared = of_gradients(REDUCE_SCATTER, F32) + call(ALL_GATHER, self.width)
             return np.where(self.columns["zero"] > 0, shared, of_gradients(ALL_REDUCE, F32))
         # A layer is taken to be 12 square matrices.
-        return self.rule.seconds(of_gradients, replicas, np.sqrt(self.layer / 12))
-
-    def _seconds_over(self, axes: tuple[str, ...], kind: str, size: Numbers, ranks: Column) -> Column:
-        """Return the seconds of a collective over these axes, among `ranks` of them at most."""
-        shape = dict.fromkeys(AXES, 1) | {axis: self.columns[axis] for axis in MESH}
-        inside, in_site = ranks_together(shape, axes, self.cluster)
-        inside = np.minimum(inside, ranks)
-        if in_site is not None:
-            in_site = np.minimum(in_site, ranks)
-        return np.asarray(collective_time.seconds(kind, size, ranks, inside, self.cluster, in_site))
+        return self.rule.seconds(of_gradients, self.columns[REPLICA], np.sqrt(self.layer / 12))
 
     # Scalar functions of the predictor, applied to columns.
 

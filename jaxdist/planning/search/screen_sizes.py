@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 
 from jaxdist.config import Config
 from jaxdist.config.trained import all_trained_beside
-from jaxdist.mesh import BATCH_AXES, EXPERT, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES, ZERO_AXES
+from jaxdist.mesh import AXES, BATCH_AXES, EXPERT, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES, ZERO_AXES
 from jaxdist.mesh.crossing import asked
 from jaxdist.mesh.split import compute_width, own_rows, own_tokens, saved_by_layer
 from jaxdist.models import Model, parameters
@@ -34,6 +35,11 @@ class Sizes:
     model: Model
     cluster: Cluster
     columns: Columns
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The sizes of the axes of each mesh."""
+        return {axis: self.columns[axis] for axis in AXES}
 
     @cached_property
     def staged(self) -> Column:

@@ -103,8 +103,7 @@ class Steps(Sizes):
         for number in range(len(examples)):
             rows = np.flatnonzero(alike == number)
             group = few.of(rows)
-            shape = dict.fromkeys(AXES, 1) | {axis: group.columns[axis] for axis in MESH}
-            groups.append((rows, communication(group.step, described(group), shape, self.cluster)))
+            groups.append((rows, communication(group.step, described(group), group.sizes, self.cluster)))
         return joined(self.config.model, groups, len(few.columns["mesh"])).of(kinds)
 
     def _of_activations(self) -> Iterator[Transfer]:
@@ -129,11 +128,9 @@ class Steps(Sizes):
     @cached_property
     def step(self) -> Step:
         """The step of all candidates, which make the same choices, without what only activations depend on."""
-        c = self.columns
-        sizes: dict[str, Any] = {axis: c[axis] for axis in AXES}
-        axes = tuple((axis, sizes[axis]) for axis, _ in self.layout.axes)
+        axes = tuple((axis, self.sizes[axis]) for axis, _ in self.layout.axes)
         layout = replace(self.layout, axes=axes)
-        split = replace(self.example, shape=sizes)
+        split = replace(self.example, shape=self.sizes)
         return Step(split, layout, self._runs(), self.tokens, losses=1, exchanged=0, anew=0)
 
     @property
