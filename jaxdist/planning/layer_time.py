@@ -36,9 +36,13 @@ def head_seconds(config: Config, cluster: Cluster, tokens: Numbers, parts: Numbe
 
     The loss of pairs makes logits once more in its backward pass, and the reference of adapters in a pass of its own.
     """
-    sizes = config.model
-    passes = (2 if sizes.frozen else 3) + config.train.learns_pairs + config.refers_in_step
-    return passes * 2 * tokens * sizes.vocab * sizes.embed / parts / speed_of(config, cluster).matmul
+    passes = (2 if config.model.frozen else 3) + config.train.learns_pairs + config.refers_in_step
+    return passes * head_pass_seconds(config, cluster, tokens, parts)
+
+
+def head_pass_seconds(config: Config, cluster: Cluster, tokens: Numbers, parts: Numbers = 1) -> Numbers:
+    """Return the seconds of one matmul with the output table."""
+    return 2 * tokens * config.model.vocab * config.model.embed / parts / speed_of(config, cluster).matmul
 
 
 def layer_times(

@@ -22,6 +22,7 @@ from jaxdist.planning import (
     layout_notes,
     memory,
     model_report,
+    reference_pass,
     transfer_time,
 )
 from jaxdist.planning.clusters import Cluster
@@ -249,7 +250,7 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """How it was compiled, what is not split (evenly) or not used, and what counts more often than it runs."""
+        """How it was compiled, what is not split (evenly) or not used, what counts too often, and what runs before."""
         whole = self.whole
         found = [
             *self.program.notes,
@@ -260,7 +261,8 @@ class Report:
             found.append(
                 "collectives in branches count in every tick, although a rank skips those where it has nothing to run"
             )
-        return found
+        reference = reference_pass.note(whole.config)
+        return [*found, reference] if reference else found
 
     @property
     def warnings(self) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 from jaxdist.config import Config, ModelConfig, RequestError, lora
 from jaxdist.config.trained import trained_beside
 from jaxdist.models import build
-from jaxdist.planning import kernels_time
+from jaxdist.planning import kernels_time, reference_pass
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.layer_time import layer_times, speed_of
 from jaxdist.planning.model_report import model_size
@@ -124,6 +124,32 @@ def test_a_step_on_pairs_takes_longer_by_the_forward_pass_of_its_reference_and_b
     assert pairs.parts["arithmetic"] - plain.parts["arithmetic"] == pytest.approx(head)
     assert pairs.memory.batch - plain.memory.batch == 4 * 4
     assert alone.memory.batch == plain.memory.batch
+
+
+@pytest.mark.parametrize(("mesh", "micro_batches"), [("1x1x1", "0"), ("2x1x2", "1")])
+def test_the_only_pass_of_a_reference_takes_as_long_as_those_of_a_step_of_adapters_for_as_many_rows(
+    mesh, micro_batches
+):
+    knobs = {"mesh": mesh, "precision": "bfloat16", "train.global_batch_size": "8"}
+    knobs["pipeline.microbatches"] = micro_batches
+
+    def of(objective: str, **more: str) -> Estimate:
+        config = llama(**knobs, **more, **{"train.objective": objective})
+        return estimate(config, build(config.model), CLUSTER)
+
+    def took(candidate: Estimate) -> float:
+        return candidate.parts["arithmetic"] + candidate.parts["waiting"]
+
+    in_step = took(of("dpo", **ADAPTED)) - took(of("orpo", **ADAPTED))
+    full = of("dpo")
+    seconds = reference_pass.seconds(full.sending, CLUSTER)
+    assert seconds * 4 / reference_pass.PAIRS == pytest.approx(in_step, rel=0.02)
+    (said,) = (note for note in text.notes(full, build(full.config.model)) if "reference" in note)
+    forward, every = forward_flops_per_token(full.config.model), flops_per_token(full.config.model)
+    assert f"{forward:,} FLOPs for each token, which are {forward / every:.0%} of those of an epoch" in said
+    assert f"{seconds:.3g} s of arithmetic for each 1,000 pairs" in said
+    for other in (of("orpo"), of("dpo", **ADAPTED)):
+        assert not any("reference" in note for note in text.notes(other, build(other.config.model)))
 
 
 def test_candidates_for_pairs_leave_both_rows_of_a_pair_on_a_device():

@@ -12,7 +12,15 @@ from jaxdist.mesh import crossing
 from jaxdist.models import Model
 from jaxdist.output.tables import table
 from jaxdist.output.units import size
-from jaxdist.planning import certainty, collective_time, exposure, layout_notes, model_report, transfer_time
+from jaxdist.planning import (
+    certainty,
+    collective_time,
+    exposure,
+    layout_notes,
+    model_report,
+    reference_pass,
+    transfer_time,
+)
 from jaxdist.planning.clusters import calibrated, how_to_calibrate, of_gpu
 from jaxdist.planning.collective_time import ranks_together
 from jaxdist.planning.expert_rows import assumption
@@ -153,10 +161,18 @@ def row(candidate: Estimate, plan: Plan) -> tuple[str, ...]:
 
 
 def notes(candidate: Estimate, model: Model) -> list[str]:
-    """Return which parameters are not split as requested, and what overlaps nothing, as the summary of `train` does."""
+    """Return which parameters are not split as requested, and what overlaps nothing, as the summary of `train` does.
+
+    Also what a run does before its first step, where that takes long.
+    """
     split = candidate.split
     waits = exposure.note(split, candidate.memory.total, GPUS.get(candidate.cluster.gpu))
-    return [*layout_notes.notes(sharded_model(split, model, candidate.cluster)), *([waits] if waits else [])]
+    found = [*layout_notes.notes(sharded_model(split, model, candidate.cluster)), *([waits] if waits else [])]
+    reference = reference_pass.note(candidate.config)
+    if reference:
+        took = reference_pass.seconds(candidate.sending, candidate.cluster)
+        found.append(f"{reference}; {took:.3g} s of arithmetic for each {reference_pass.PAIRS:,} pairs")
+    return found
 
 
 def times(plan: Plan) -> str:
