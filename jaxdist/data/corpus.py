@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from jaxdist.config import DataConfig, RequestError, listed
-from jaxdist.data.chats.counts import holds_pairs, thinking
+from jaxdist.data.chats.counts import holds_pairs, holds_texts, thinking
 from jaxdist.data.chats.opening import check_form
 from jaxdist.data.chats.rows import ChatRows, check_apart, open_chat_rows, too_long
 from jaxdist.data.mixing.mixed_rows import MixedRows
@@ -293,8 +293,8 @@ def _in_rows(streams: Streams, config: DataConfig, sequence: int, apart: bool, p
 
 
 def _asks(streams: Streams) -> Callable[[str], str] | None:
-    """Return what writes a user's text as most of these conversations are written; None without a template."""
-    if streams.chats is None or not streams.chats.template:
+    """Return what writes a user's text as most of these conversations are written; None if that is no template."""
+    if streams.chats is None or not streams.chats.template or holds_texts(streams.facts):
         return None
     return partial(streams.chats.prompt, thinks=thinking(streams.facts))
 

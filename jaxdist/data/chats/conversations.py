@@ -71,6 +71,7 @@ class Conversations(NamedTuple):
             rows=tuple(rows),
             forged=self._forged(conversation),
             pair=conversation.rejected is not None,
+            continued=conversation.continued is not None,
             uncalled=self.renderer.learn == "assistant" and _lacks_call(conversation, rows),
         )
 

@@ -28,6 +28,7 @@ def counts_of(document: Document, rows: list[LearnedTokens]) -> dict[str, int]:
         "thinking_on": int(document.rows[0].thinks is True),
         "forged": int(document.forged),
         "uncalled": int(document.uncalled),
+        "continued": int(document.continued),
     }
 
 
@@ -59,6 +60,12 @@ def thinking(facts: Mapping[str, Any]) -> bool | None:
     return on > off
 
 
+def holds_texts(facts: Mapping[str, Any]) -> bool:
+    """Return whether most conversations are texts that no template has written."""
+    found = facts.get(KEPT, {})
+    return bool(2 * found.get("continued", 0) > found.get("conversations", 0))
+
+
 def phrases_of(found: Mapping[str, int]) -> list[str]:
     """Return the same of what was counted."""
     phrases = [f"{100 * found['learned'] / max(1, found['tokens']):.1f} % of the tokens are learned"]
@@ -72,7 +79,9 @@ def phrases_of(found: Mapping[str, int]) -> list[str]:
             phrases.append(f"{found[f'thinking_{way}']:,} written with enable_thinking {way}")
     if found["forged"]:
         phrases.append(f"{found['forged']:,} with special tokens in texts of others than the assistant")
-    # Of what was counted by an earlier version it is not known.
+    # Of what was counted by an earlier version the rest is not known.
+    if found.get("continued"):
+        phrases.append(f"{found['continued']:,} as texts, without a chat template")
     if found.get("uncalled"):
         phrases.append(
             f"{found['uncalled']:,} whose calls of tools the template leaves out, so that they are not learned"

@@ -50,6 +50,8 @@ class Document(NamedTuple):
     """Whether its two rows are answers to the same, the better one first."""
     uncalled: bool = False
     """Whether what is learned of a conversation lacks a tool that the assistant calls."""
+    continued: bool = False
+    """Whether no chat template has written it: it is a text and what continues it."""
 
 
 class WholeRows(Protocol):

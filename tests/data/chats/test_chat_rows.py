@@ -350,6 +350,20 @@ def test_prompts_and_completions_need_no_template(open_, write):
     assert tokenizer.decode(learned.tolist(), skip_special_tokens=False) == "the loss<|im_end|>"
 
 
+def test_who_has_learned_texts_is_not_asked_by_a_template_that_lies_beside_them(open_, write):
+    texts = [{"prompt": f"{number} ", "completion": "the loss"} for number in range(40)]
+    found = open_(write("texts.jsonl", json_lines(texts)))
+    assert found.asks is None
+    assert "40 as texts, without a chat template" in found.source
+    as_messages = [
+        {"prompt": [{"role": "user", "content": row["prompt"]}], "completion": [{"role": "assistant", "content": "so"}]}
+        for row in texts
+    ]
+    found = open_(write("chats.jsonl", json_lines(as_messages)))
+    assert found.asks
+    assert "without a chat template" not in found.source
+
+
 def test_a_mixture_has_conversations_beside_text(write, tmp_path):
     folder = tokenizer_folder(tmp_path / "tokenizer")
     chats = write("chats.jsonl", json_lines(ROWS))
