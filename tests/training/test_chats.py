@@ -62,7 +62,9 @@ def test_a_run_on_conversations_answers_and_is_exported_with_its_template(chats,
     options = over(chats, "--data.tokenizer=tokenizer/tokenizer.json", "--optimizer.learning-rate=0.05")
     options += ["--run-dir=run", "--train.steps=80", "--validation.every=0", "--checkpoint.every=0"]
     assert train.main(options) == 0
-    (tmp_path / "other.jsonl").write_text(json_lines(SUMS[:60]))
+    speakers = {"user": "human", "assistant": "gpt"}
+    turns = [[{"from": speakers[turn["role"]], "value": turn["content"]} for turn in row["messages"]] for row in SUMS]
+    (tmp_path / "other.jsonl").write_text(json_lines([{"conversations": row} for row in turns[:60]]))
     assert evaluate.main(["run", "--data.path=other.jsonl"]) == 0
     assert "validation loss 0.0" in capsys.readouterr().out
 
