@@ -109,7 +109,7 @@ def _computes(kind: ModelType, model: ModelConfig) -> bool:
 
 def _differing(kind: ModelType, model: ModelConfig) -> set[str]:
     """Return the knobs that have other values than in all models of a type."""
-    wanted = ModelConfig(family=kind.family, **kind.implied)
+    wanted = ModelConfig(family=model.family, **kind.implied)
     return {knob for knob in _fixed(kind) if _differs(model, wanted, knob)}
 
 
