@@ -22,6 +22,7 @@ from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import F32, Count
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.step_bytes import Elements
+from jaxdist.sharding import Layout
 
 
 def _elements(parameters: list[Placed], stacked: bool) -> Elements:
@@ -95,6 +96,11 @@ def rough_stash(name: str, S: int, M: int, v: int) -> int:
     return 0
 
 
+def copies_in_branch(layout: Layout) -> int:
+    """Return how many stashes there are where ranks take branches of their own."""
+    return as_held(Arrays(STASH_IN_BRANCH, 1, F32), layout).count
+
+
 class Unit(NamedTuple):
     """What a chunk of layers holds of one micro-batch on one device, in bytes; or of one token, in values."""
 
@@ -130,8 +136,7 @@ def activations(sharded: ShardedModel, pipe: Pipeline) -> dict[str, int]:
     moment = working(sharded.config.model, sharded.layout, split.rows, split.width, split.saved)
     slots = depths(pipe)
     if pipe.schedule.split and not pipe.schedule.uniform:
-        copies = as_held(Arrays(STASH_IN_BRANCH, 1, split.width), sharded.layout).count
-        slots = slots._replace(stash=copies * slots.stash)
+        slots = slots._replace(stash=copies_in_branch(sharded.layout) * slots.stash)
     return {
         "activations": int(buffers(slots, unit, pipe.recomputes)),
         "working": int(recomputed(unit, pipe.recomputes)) + moment,

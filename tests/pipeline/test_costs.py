@@ -1,12 +1,13 @@
 """Bubbles and numbers in flight: counted unit by unit, and by the formulas of the papers. Fractions: equal is equal."""
 
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
 from jaxdist.config.pipeline import SCHEDULES as TRAITS
-from jaxdist.parallel.pipeline.formulas import free_bubble, in_flight, lockstep_bubble, lockstep_ticks
+from jaxdist.parallel.pipeline.formulas import free_bubble, in_flight, lockstep_bubble, lockstep_ticks, partial_ticks
 from jaxdist.parallel.pipeline.schedules import SCHEDULES, make
 from jaxdist.parallel.pipeline.simulate import Times, bubble, peak_in_flight
 from jaxdist.parallel.pipeline.table import make_table
@@ -45,6 +46,14 @@ def are_there(name, S, M, v):
 
 def test_formulas_are_there():
     assert faults(GRID, are_there) == []
+
+
+def test_ticks_of_zb_h1_in_which_ranks_run_only_some_kinds_of_units():
+    for S, M in [(2, 2), (2, 9), (3, 4), (4, 3), (5, 16), (8, 8)]:
+        ticks = make("zb-h1", S, M, 1).occupied
+        counted = Counter("".join(sorted("".join(kinds).replace("B", "I"))) for kinds in ticks)
+        del counted["FIW"]
+        assert counted == {kinds: int(count) for kinds, count in partial_ticks(S, M, 1).items() if count}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,10 @@ at a time, as in pipedream, a rank keeps S - r in flight, not 2(S-1-r) + 1, whic
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from jaxdist.parallel.pipeline.schedules import Places, make
 from jaxdist.parallel.pipeline.simulate import Times, peak_in_flight
 
@@ -35,6 +39,23 @@ def lockstep_bubble(name: str, S: int, M: int, v: int, times: Times) -> float | 
         return (S - 1) * (times.F + times.B) + (M - 1) * unequal
     backward = times.I if name == "zb-u" else times.B
     return _waits(S, M, v) * (times.F + backward) / v
+
+
+def partial_ticks(S: Any, M: Any, v: Any) -> dict[str, Any]:
+    """Return in how many ticks of zb-h1 all ranks together run only some of F, I and W, such as `IW`: no F.
+
+    They are those in which the pipeline fills and empties, and with 2 stages others too. Numbers or arrays; exact for
+    one chunk on each rank and 2 micro-batches or more, else about right.
+    """
+    of_two = np.asarray(S) == 2
+    return {
+        "F": v * S,
+        "I": 2 * v - 1,
+        "W": 1 + (v - 1) * S,
+        "FI": np.where(of_two, M, np.minimum(M, S)) - 1,
+        "IW": np.where(of_two, M * (1 + v) / 2 - (v - 1), v * S - 2 * (v - 1)),
+        "FW": np.where(of_two, np.maximum(M - 2, 0) * (1 + v) / 2, 0),
+    }
 
 
 def lockstep_ticks(name: str, S: int, M: int, v: int = 1) -> int | None:

@@ -20,7 +20,7 @@ from jaxdist.config.stacks import forms_of
 from jaxdist.mesh import AXES, CONTEXT, EXPERT, MODEL, PIPELINE, REPLICA, abstract_mesh
 from jaxdist.models import Model, build_decoder
 from jaxdist.optimizers.rule import Role
-from jaxdist.parallel.pipeline.formulas import lockstep_bubble, residual_slots
+from jaxdist.parallel.pipeline.formulas import lockstep_bubble, partial_ticks, residual_slots
 from jaxdist.parallel.pipeline.simulate import EQUAL, Times
 from jaxdist.planning import step_bytes
 from jaxdist.planning.activations import in_layer_of_row, in_loss, saved_per_token, scores_in_layer, stashed_per_token
@@ -29,7 +29,15 @@ from jaxdist.planning.collective_time import Numbers, group_over, seconds_of
 from jaxdist.planning.exposure import rates_in
 from jaxdist.planning.kernels_time import Units
 from jaxdist.planning.layer_time import head_seconds, layer_times
-from jaxdist.planning.pipeline_memory import ROUGH_MESSAGES, Depths, Unit, buffers, recomputed, rough_stash
+from jaxdist.planning.pipeline_memory import (
+    ROUGH_MESSAGES,
+    Depths,
+    Unit,
+    buffers,
+    copies_in_branch,
+    recomputed,
+    rough_stash,
+)
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, REDUCE_SCATTER
 from jaxdist.planning.search.candidates import BRANCHING, MESH, RING, SPLIT, Columns, devices_along
 from jaxdist.planning.search.distinct import Column, Scalar, distinct_rows, mapping
@@ -150,7 +158,10 @@ class Screen(Steps):
             saved=layers_of_chunk * saved,
             stashed=layers_of_chunk * self._by_layout()(lambda layout: stashed_per_token(m, layout)),
         )
-        slots = Depths(ROUGH_MESSAGES, self._by_schedule(residual_slots), self._by_schedule(rough_stash))
+        stash = self._by_schedule(rough_stash) * np.where(
+            BRANCHING[c["schedule"]], copies_in_branch(self.of_platform), 1
+        )
+        slots = Depths(ROUGH_MESSAGES, self._by_schedule(residual_slots), stash)
         recomputes = self._remat("stage")
         staged = buffers(slots, unit, recomputes) + recomputed(unit, recomputes)
 
@@ -218,12 +229,16 @@ class Screen(Steps):
         alone = (Times(1, 0, 0), Times(0, 1, 0), Times(0, 0, 1))
         counts = (self._by_schedule(partial(lockstep_bubble, times=times)) for times in alone)
         bubble = sum(count * unit for count, unit in zip(counts, units, strict=True))
-        # Where each rank branches, ranks run different units in a tick, which lasts as long as the longest.
+        # Where each rank branches, ranks run different units in a tick, which lasts as long as the longest of these.
         micro = self.columns["micro"]
-        longest = np.maximum.reduce(np.broadcast_arrays(*units))
+        chunks = self.columns["virtual"]
+        lasts = dict(zip("FIW", np.broadcast_arrays(*units), strict=True))
+        longest = np.maximum.reduce(list(lasts.values()))
         waits = self._by_schedule(partial(lockstep_bubble, times=EQUAL))
-        ticks = (3 * micro + waits) * longest - micro * sum(units)
-        return np.where(BRANCHING[self.columns["schedule"]], ticks, bubble)
+        ticks = (3 * micro + waits) * longest
+        for kinds, count in partial_ticks(self.columns[PIPELINE], micro, chunks).items():
+            ticks = ticks - count / chunks * (longest - np.maximum.reduce([lasts[kind] for kind in kinds]))
+        return np.where(BRANCHING[self.columns["schedule"]], ticks - micro * sum(units), bubble)
 
     def _crossing_seconds(self) -> Column:
         """Return the seconds in which the shards of gradients, and of weights, cross the replicas once."""
