@@ -5,13 +5,15 @@
 
 Each row of the file is a run that somebody published: its model, batch, mesh, ZeRO stage and activation checkpointing,
 and a measured step or the word OOM. Rows in 8 bits, with experts, with attention that writes its scores, and rows
-that do not say what they recompute, are left out. The programs are not jaxdist's. Two rules say what they keep
-otherwise, for all rows alike:
+that do not say what they recompute, are left out. The programs are not jaxdist's. Three rules say what they keep
+otherwise, the first two for all rows alike:
 
 * With parameters in bfloat16, they sum gradients in bfloat16: 2 bytes for each parameter in use. jaxdist keeps sums in
   float32 beside the gradients of a micro-batch.
 * Norms without a kernel of their own keep two float32 values for each element of the residual stream, which XLA makes
   again.
+* Aleph Alpha's program has the logits of a whole micro-batch on every device, in float32. jaxdist makes a chunk of them
+  at a time, of its own part of the vocabulary.
 
 The first table is by the memory model of jaxdist, the second one by these rules too.
 """
@@ -51,6 +53,13 @@ WRITES_SCORES = ("torch", "fused")
 BYTES_OF_GRADIENTS = 2
 """For each parameter in use, of programs whose parameters are in bfloat16."""
 
+GATHER_LOGITS = ("AlephAlpha2023",)
+"""Sources whose program gathers the logits of a micro-batch over the model axis, and casts all of them to float32: the
+output layer and the loss of Aleph-Alpha/scaling, a later version of that program, at 01b9d21."""
+
+BYTES_OF_LOGITS = 2 + 3 * 4
+"""For each of them, as PyTorch runs that loss: bfloat16, and in float32 their log-softmax, its gradient and theirs."""
+
 BYTES_OF_NORMS = 2 * 2 * 4
 """For each element of the residual stream and layer: two float32 values of each of two norms."""
 
@@ -80,19 +89,24 @@ class Verdict:
 
     @property
     def theirs(self) -> float:
-        """The bytes that the other program holds, by the two rules."""
+        """The bytes that the other program holds, by the three rules: in a layer, or in the loss."""
         row = self.row
-        held: float = self.held.total
+        held = self.held
+        rows = int(row["microbatch"] or 1)
+        stages = int(row["pp"] or 1)
+        tokens = rows * int(row["seq"])
+        beside: float = held.total - held.activations - held.working
         if PRECISIONS[row["precision"]] == "mixed":
-            held += BYTES_OF_GRADIENTS * self.in_use - self.held.transient["gradients"]
-        if self.eager_norms:
-            stages = int(row["pp"] or 1)
-            rows = int(row["microbatch"] or 1)
-            # On the first stage of 1F1B, as many micro-batches are in flight as there are stages.
-            in_flight = min(stages, int(row["global_batch"]) // (int(row["dp"]) * rows))
-            layers = int(row["layers"]) / stages * in_flight if row["remat"] == "none" else 1
-            held += BYTES_OF_NORMS * rows * int(row["seq"]) * int(row["hidden"]) * layers
-        return held
+            beside += BYTES_OF_GRADIENTS * self.in_use - held.gradients
+        # On the first stage of 1F1B, as many micro-batches are in flight as there are stages; on the last stage, one.
+        in_flight = min(stages, int(row["global_batch"]) // (int(row["dp"]) * rows))
+        norms = BYTES_OF_NORMS * tokens * int(row["hidden"]) * self.eager_norms
+        kept = norms * int(row["layers"]) / stages * (row["remat"] == "none")
+        in_layer = beside + held.activations + held.working + max(norms, kept * in_flight)
+        if row["source"] not in GATHER_LOGITS:
+            return in_layer
+        logits = BYTES_OF_LOGITS * tokens * int(row["vocab"])
+        return max(in_layer, beside + held.activations / in_flight + kept + logits)
 
     def fits(self, theirs: bool = False) -> bool:
         """Return whether it is predicted to fit; `theirs` is by the rules too."""

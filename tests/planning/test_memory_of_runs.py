@@ -26,6 +26,15 @@ def test_a_run_is_held_as_its_row_says():
     assert memory_of_runs.verdict(ROW | {"remat": "none", "microbatch": "8"}).held.total > 2 * found.held.total
 
 
+def test_one_program_has_all_logits_of_a_micro_batch_on_every_device():
+    """In float32, however many devices split the vocabulary."""
+    row = ROW | {"vocab": "128000", "microbatch": "4", "seq": "8192"}
+    logits = 14 * 4 * 8192 * 128000
+    assert memory_of_runs.verdict(row).theirs < logits
+    for ways in ({}, {"tp": "4", "dp": "8"}):
+        assert memory_of_runs.verdict(row | ways | {"source": "AlephAlpha2023"}).theirs > logits
+
+
 @pytest.mark.parametrize(
     "change",
     [
