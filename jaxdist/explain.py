@@ -159,7 +159,9 @@ def _compiled(
         host_of = [0] * mesh.size
     sequence = bool(layout.sequence_parallel)
     across = across_hosts(mesh, host_of)
-    options = xla_options.options(layout.platform, mesh.size, across, sequence, split.sends_several)
+    options = xla_options.options(
+        layout.platform, mesh.size, across, sequence, split.sends_several, config.train.deterministic
+    )
     if options:
         notes.append(f"compiled with {xla_options.as_flags(options)}, as train does")
     model = config.model

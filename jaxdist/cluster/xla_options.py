@@ -66,6 +66,13 @@ OVERLAP = Option(
     4,
 )
 """Of steps that send several things at once (`Split.sends_several`) alone."""
+DETERMINISTIC = Option(
+    "xla_gpu_exclude_nondeterministic_ops",
+    "sums of the embedding's gradient without atomic additions, and cuDNN's deterministic backward pass of flash "
+    "attention. Kernels are still chosen by measuring, which `xla_gpu_deterministic_ops` would end",
+    also="xla_gpu_deterministic_ops",
+)
+"""Of runs that ask for it (`train.deterministic`) alone, also on one GPU and with every jaxlib."""
 
 
 class Choice(NamedTuple):
@@ -97,33 +104,46 @@ def series() -> str:
 
 
 def options(
-    platform: str, devices: int, across: bool, sequence: bool = False, several: bool = False
+    platform: str,
+    devices: int,
+    across: bool,
+    sequence: bool = False,
+    several: bool = False,
+    deterministic: bool = False,
 ) -> dict[str, bool | str | int]:
     """Return `jax.jit(compiler_options=...)` of a step on `devices` devices; options in XLA_FLAGS are left out.
 
     `several` says whether the step may have several collectives under way at once, for which there is an option of its
     own. `across` says whether an axis over which ZeRO shards spans hosts. With `sequence` parallelism too there are no
     others then: XLA would also gather a layer's activations ahead, and repeat their matmuls: 2,840 of them instead of
-    1,944 for Llama 8B on 128 H100s, and 750 GiB of memory traffic instead of 542 (0.11.2).
+    1,944 for Llama 8B on 128 H100s, and 750 GiB of memory traffic instead of 542 (0.11.2). `deterministic` says whether
+    each run of the program is to compute the same bits.
     """
-    if devices == 1 or platform == "cpu" or series() not in OPTIONS:
+    if platform == "cpu":
         return {}
-    choice = OPTIONS[series()]
-    chosen = choice.across if across else choice.within
-    if across and sequence:
-        chosen = ()
-    if several:
-        chosen = (*chosen, OVERLAP)
+    chosen: tuple[Option, ...] = ()
+    if devices > 1 and series() in OPTIONS:
+        choice = OPTIONS[series()]
+        chosen = choice.across if across else choice.within
+        if across and sequence:
+            chosen = ()
+        if several:
+            chosen = (*chosen, OVERLAP)
+    if deterministic:
+        chosen = (*chosen, DETERMINISTIC)
     set_by_user = names_in(os.environ.get("XLA_FLAGS", ""))
     return {option.name: option.value for option in chosen if not set_by_user & {option.name, option.also}}
 
 
-def options_for(mesh: jax.sharding.Mesh, sequence: bool, several: bool = False) -> dict[str, bool | str | int]:
+def options_for(
+    mesh: jax.sharding.Mesh, sequence: bool, several: bool = False, deterministic: bool = False
+) -> dict[str, bool | str | int]:
     """Return `options` for the devices of a mesh, which may be abstract. All processes call it."""
     platform = mesh.devices.flat[0].platform
     if platform == "cpu":
         return {}
-    return options(platform, mesh.size, across_hosts(mesh, host_names(mesh.devices.flat)), sequence, several)
+    across = across_hosts(mesh, host_names(mesh.devices.flat))
+    return options(platform, mesh.size, across, sequence, several, deterministic)
 
 
 def options_for_init(platform: str) -> dict[str, int]:

@@ -229,6 +229,8 @@ class TrainConfig(Section):
     """Seed of the parameters, the data order and dropout."""
     max_skipped: Count = 10
     """Stop after this many consecutive steps with a loss or gradient that is not finite."""
+    deterministic: bool = False
+    """On GPUs: compute the same bits in each run of the same program, at some cost; CPUs do so anyway."""
 
     @property
     def learns_pairs(self) -> bool:

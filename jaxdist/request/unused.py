@@ -155,6 +155,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "train.local_steps": ALWAYS,
     "train.seed": ALWAYS,
     "train.max_skipped": ALWAYS,
+    "train.deterministic": ALWAYS,
     "validation.every": (within("validation.every"),),
     "validation.batches": (more_held_out,),
     "checkpoint.every": (within("checkpoint.every"),),

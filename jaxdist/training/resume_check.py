@@ -20,6 +20,7 @@ FREE_ON_RESUME = (
     "model.remat",
     "model.attention",
     "model.capacity_factor",
+    "train.deterministic",
     "parallel",
     "pipeline",
     "validation",

@@ -92,7 +92,9 @@ class Run:
         self.compiler_options = {}
         if not dry:
             sequence = bool(self.layout.sequence_parallel)
-            self.compiler_options = xla_options.options_for(self.mesh, sequence, split.sends_several)
+            self.compiler_options = xla_options.options_for(
+                self.mesh, sequence, split.sends_several, config.train.deterministic
+            )
         model_layout = self.layout
         if split.pipelined:
             # The model runs inside the pipeline's manual region.

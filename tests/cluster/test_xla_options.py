@@ -72,6 +72,20 @@ def test_only_steps_for_several_gpus_have_options():
     assert xla_options.options("gpu", 1, across=False) == xla_options.options("cpu", 8, across=True) == {}
 
 
+def test_a_deterministic_step_has_its_option_on_one_gpu_too(monkeypatch):
+    """With any jaxlib, unless the user has set it, or the one that contains it; on CPUs there is nothing to set."""
+    (name, also) = xla_options.DETERMINISTIC.name, xla_options.DETERMINISTIC.also
+    asked = lambda platform, devices: xla_options.options(platform, devices, False, deterministic=True)
+    assert asked("gpu", 1) == {name: True}
+    assert asked("gpu", 8) == xla_options.options("gpu", 8, across=False) | {name: True}
+    assert asked("cpu", 8) == {}
+    jax.jit(jnp.sin, compiler_options=asked("gpu", 1)).lower(1.0).compile()
+    monkeypatch.setattr(xla_options, "version", lambda name: "0.13.1")
+    assert asked("gpu", 8) == {name: True}
+    monkeypatch.setenv("XLA_FLAGS", f"--{also}=true")
+    assert asked("gpu", 8) == {}
+
+
 @pytest.mark.parametrize(("across", "sequence"), [(False, False), (True, False), (True, True)])
 def test_delayed_gradients_and_keys_of_a_ring_may_travel_beside_other_collectives(across, sequence):
     """One option more than otherwise, on several GPUs alone."""

@@ -26,9 +26,11 @@ OLMO = LLAMA.model_copy(update=dict(head_dim=32, qkv_bias=True, qk_norm="full", 
 
 
 @cache
-def report(mesh: str, accumulation: int = 1, model: ModelConfig = GPT, **parallel) -> Report:
+def report(
+    mesh: str, accumulation: int = 1, model: ModelConfig = GPT, deterministic: bool = False, **parallel
+) -> Report:
     """In bfloat16."""
-    train = TrainConfig(global_batch_size=256, accumulation=accumulation)
+    train = TrainConfig(global_batch_size=256, accumulation=accumulation, deterministic=deterministic)
     return explain(Config(mesh=mesh, model=model, parallel=ParallelConfig(**parallel), train=train), "h100")
 
 
@@ -71,9 +73,22 @@ def test_only_scalars_and_the_last_reductions_are_waited_for(zero, accumulation)
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_weights_are_gathered_in_bfloat16_and_gradients_reduced_in_float32(zero):
-    found = report("8x1x1", 4, zero=3) if zero == 3 else report("4x1x1", 1, zero=1)
+    found = report("8x1x1", 4, zero=3) if zero == 3 else report("4x1x1", 1, zero=1, deterministic=True)
     dtypes = {one.kind: one.dtypes for one in found.collectives if one.array_elements > PACKED}
     assert dtypes == {"all-gather": ("bf16",), "reduce-scatter": ("f32",)}
+
+
+def test_a_deterministic_step_adds_no_two_numbers_to_one_place_at_once():
+    """The rows of a token that occurs several times are added up before they are written; without the knob, atomically.
+
+    What cuDNN does in its backward pass the program does not show: it follows from the same option.
+    """
+    written = lambda found: [line for line in found.program.text.splitlines() if " scatter(" in line]
+    asked = report("4x1x1", 1, zero=1, deterministic=True)
+    assert written(asked)
+    assert all("unique_indices=true" in line for line in written(asked))
+    assert not all("unique_indices=true" in line for line in written(report("8x1x1", 4, zero=3)))
+    assert any("xla_gpu_exclude_nondeterministic_ops=true" in note for note in asked.notes)
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,8 @@ def test_a_run_may_go_on_with_another_split():
 
 FREE = """
 mesh run_dir resume data.path data.validation_path data.changed data.on_error data.dtype data.prefetch
-model.remat model.attention model.capacity_factor train.accumulation parallel.* pipeline.* validation.* checkpoint.*
-log.* sample.* profile.* cluster.* fault.*
+model.remat model.attention model.capacity_factor train.accumulation train.deterministic parallel.* pipeline.*
+validation.* checkpoint.* log.* sample.* profile.* cluster.* fault.*
 """
 """Knobs that may differ when a run of text goes on, written out here so that none becomes free by mistake."""
 

@@ -85,7 +85,7 @@ LEGAL = {
         ),
         *("pipeline.microbatches", "pipeline.virtual_stages", "optimizer.warmup", "optimizer.beta1", "optimizer.beta2"),
         *("train.epochs", "checkpoint.epochs", "checkpoint.minutes", "log.tensorboard", "cluster.processes"),
-        *("fault.hang_seconds", "optimizer.outer_momentum", "parallel.delayed_gradients"),
+        *("train.deterministic", "fault.hang_seconds", "optimizer.outer_momentum", "parallel.delayed_gradients"),
         "data.changed",
         *("gpus_per_node", "tasks_per_node", "cpus_per_task", "virtual_stages", "zero"),
     ),
