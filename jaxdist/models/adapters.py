@@ -219,7 +219,7 @@ def adapt(block: BlockT, config: ModelConfig, layout: Layout, rngs: nnx.Rngs) ->
         pairs = {name: LowRank(config, layout, name, Shape.of(matmul, name), rngs) for name in names}
         owner, name = matmul.path.split(".")
         if matmul.whole:
-            around: type[Projection] = AdaptedWhole
+            around: type[AdaptedWhole] | type[AdaptedColumn] | type[AdaptedRow] = AdaptedWhole
         else:
             around = AdaptedColumn if matmul.is_column else AdaptedRow
         setattr(getattr(block, owner), name, around(getattr(getattr(block, owner), name), matmul, pairs))

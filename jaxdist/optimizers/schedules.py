@@ -72,7 +72,7 @@ def _inverse_sqrt(config: Knobs, steps: int, rest: int) -> optax.Schedule:
     start = rest - decay
     before = peak * math.sqrt(first / (start + first))
     down = optax.linear_schedule(before, min(before, peak * config.final), decay)
-    return lambda count: jnp.where(count <= start, root(count), down(count - start))
+    return lambda count: jnp.where(jnp.asarray(count) <= start, root(count), down(count - start))
 
 
 SCHEDULES = {

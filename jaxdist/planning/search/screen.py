@@ -76,7 +76,7 @@ class Screen(Steps):
         work, lockstep = (each[kinds] for each in few._arithmetic())
         few, kinds = self.distinct("mesh", "zero", "virtual")
         replicas = few._crossing_seconds()[kinds] / self.rule.every
-        updated = (few.trained * step_bytes.updated(few._masters, few._moments))[kinds]
+        updated = np.asarray(few.trained * step_bytes.updated(few._masters, few._moments))[kinds]
         # Over the replicas, only delayed gradients wait for nothing.
         found = self.communication().seconds
         crossing = ONCE if self.cluster.between is None else BETWEEN_SITES

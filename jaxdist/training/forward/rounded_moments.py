@@ -27,11 +27,11 @@ def rounded(rule: optax.GradientTransformation, moments: tuple[str, ...]) -> opt
     def init(params: Any) -> Any:
         return _map_moments(lambda a, _: a.astype(jnp.bfloat16), inner.init(params), moments)
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         count = next(a for a in jax.tree.leaves(state) if jnp.issubdtype(a.dtype, jnp.integer))
         wide = _map_moments(lambda a, _: a.astype(jnp.float32), state, moments)
-        updates, new = inner.update(grads, wide, params, **extra)
-        return updates, _map_moments(lambda a, number: stochastic(a, _seed(count, number)), new, moments)
+        changes, new = inner.update(updates, wide, params, **extra)
+        return changes, _map_moments(lambda a, number: stochastic(a, _seed(count, number)), new, moments)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
