@@ -193,7 +193,7 @@ READ_AS_JSON = {
     "doctor.network": "what processes tell each other",
     "doctor.sites": "what processes tell each other",
     "training.copies": "what processes tell each other",
-    "data.readers.json_lines": "lines of data, each bounded",
+    "data.readers.json_rows": "lines of data, each bounded",
     "huggingface.safetensors_file": "the header of a file of weights, which has limits of its own",
     "programs.trace": "the profile that this process has just written, which is large",
     "data.known": "what processes tell each other",

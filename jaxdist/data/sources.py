@@ -20,7 +20,8 @@ from jaxdist.data.chats.recognizing import form_of_files
 from jaxdist.data.compressed import check_whole, decompressed, is_compressed, text_size
 from jaxdist.data.known import SAMPLES, known, known_before, sampled
 from jaxdist.data.readers import reader_before, reader_of
-from jaxdist.data.readers.json_lines import holds_list, holds_objects
+from jaxdist.data.readers.json_lines import holds_objects
+from jaxdist.data.readers.json_list import holds_list
 from jaxdist.data.readers.plain_text import PLAIN_TEXT
 from jaxdist.data.readers.python_library import PYTHON_LIBRARY, library_files, library_folder
 from jaxdist.data.readers.reader import (
@@ -263,7 +264,7 @@ class Source:
         if path.suffix.lower() in TABLES:
             return f"'{path}' is read as plain text, with its columns; write its texts into a .jsonl to read its rows"
         if holds_list(path):
-            return f"'{path}' is a JSON list; write each of its objects on a line of a .jsonl to read them as rows"
+            return f"'{path}' is read as plain text, but begins as a JSON list; name it .json to read its items as rows"
         return ""
 
     def stamp(self) -> list[tuple[int, int]]:

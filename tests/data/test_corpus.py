@@ -329,10 +329,20 @@ def test_a_text_that_looks_like_json_lines_is_called_so(write, name):
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-def test_a_list_of_rows_is_called_so(write, indent):
+def test_a_list_of_rows_has_the_tokens_of_the_same_lines(write, indent):
+    """Read in blocks that cut items, and characters."""
+    rows = [{"text": f"Step {i}: the loss of 日本 fell. " * (i % 9)} for i in range(9999)]
+    found = open_(path=write("rows.json", json.dumps(rows, indent=indent, ensure_ascii=False)))
+    wanted = open_(path=write("rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+    np.testing.assert_array_equal(found.train.tokens.ids, wanted.train.tokens.ids)
+    assert found.source == wanted.source.replace("rows.jsonl", "rows.json")
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_list_of_rows_that_is_not_called_json_is_told(write, indent):
     rows = [{"instruction": "Say it.", "output": "The loss fell."}] * 9999
-    path = write("rows.json", json.dumps(rows, indent=indent))
-    assert "rows.json' is a JSON list; write each of its objects on a line" in open_(path=path).source
+    path = write("rows.txt", json.dumps(rows, indent=indent))
+    assert "rows.txt' is read as plain text, but begins as a JSON list; name it .json" in open_(path=path).source
     path = write("other.json", json.dumps([{"id": 1}] * 19999, indent=indent))
     assert "JSON list" not in open_(path=path).source
 

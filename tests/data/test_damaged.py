@@ -25,6 +25,7 @@ zstd = pytest.importorskip("compression.zstd" if sys.version_info >= (3, 14) els
 
 TEXT = "one line\nanother line\n"
 ROWS = lines("first", "second").encode()
+LIST = b'[{"text": "first"}, {"text": "second"}]'
 NOISE = np.random.default_rng(0).integers(32, 127, 20_000, np.uint8).tobytes()
 READ = NOISE.decode()
 COLUMN = pa.table({"text": [f"the text of row {i}" for i in range(600)], "n": range(600)})
@@ -135,6 +136,31 @@ TABLE = [
         ("half a surrogate pair as bytes", b"ab\xed\xa0\x80", "'a.txt' is not utf-8 text (byte 3 is 0xed)"),
         ("UTF-16", TEXT.encode("utf-16"), "'a.txt' is text in UTF-16; convert it: iconv"),
         ("UTF-16 without a mark", "Zürich".encode("utf-16-le"), "'a.txt' is not utf-8 text (byte 3 is 0xfc)"),
+    ),
+    # --- JSON lists
+    *of(
+        "a.json",
+        ("a list", LIST, ["first", "second"]),
+        ("a list on lines, with a mark", b"\xef\xbb\xbf" + LIST.replace(b" ", b"\n"), ["first", "second"]),
+        ("empty texts", LIST.replace(b"second", b""), ["first"]),
+        ("a list cut after an item", LIST[:-1], "'a.json' is cut short: its list does not end after item 2; copy it"),
+        ("a list cut in an item", LIST[:-4], "item 2 of 'a.json' is not JSON (Unterminated string"),
+        ("no comma", LIST.replace(b",", b""), "item 1 of 'a.json' is followed by '{' and no comma; mend it"),
+        ("a comma too many", LIST.replace(b"]", b",]"), "item 3 of 'a.json' is not JSON (Expecting value); mend it"),
+        ("two lists", LIST + LIST, "'a.json' goes on after its JSON list; write one list in a file"),
+        (
+            "a number in a list",
+            LIST.replace(b"]", b", 7]"),
+            "item 3 of 'a.json' has a number; write {\"text\"",
+        ),
+        (
+            "another key in a list",
+            LIST.replace(b"]", b', {"b": 1}]'),
+            "item 3 of 'a.json' has the keys ['b']; write",
+        ),
+        ("a list of other keys", b'[{"b": 1}]', ['[{"b": 1}]']),
+        ("a deep list in a list", LIST[:-1] + b"," + b"[" * 99_999, "(its values are nested too deeply); mend it"),
+        ("Latin-1 in a list", LIST.replace(b"second", b"\xfc"), "'a.json' is not utf-8 text (after byte 0: invalid"),
     ),
     # --- JSON lines
     *of(

@@ -9,6 +9,7 @@ from jaxdist.config import RequestError
 from jaxdist.config.text_template import TEXT
 from jaxdist.data.readers.arrow import ARROW
 from jaxdist.data.readers.json_lines import JSON_LINES
+from jaxdist.data.readers.json_list import JSON_LIST
 from jaxdist.data.readers.llm_c import LLM_C
 from jaxdist.data.readers.megatron import MEGATRON
 from jaxdist.data.readers.parquet import PARQUET
@@ -27,6 +28,7 @@ READERS: tuple[Reader, ...] = (
     MEGATRON,
     RAW_TOKENS,
     JSON_LINES,
+    JSON_LIST,
     PLAIN_TEXT,
 )
 """The first one that takes a file reads it. The last one takes all files."""
@@ -82,12 +84,12 @@ def reader_by_key(key: str) -> TextReader:
 def reader_before(path: Path) -> Reader | None:
     """Return the reader that earlier versions took for a file; None where they left it out.
 
-    Of all names, .jsonl alone held JSON lines.
+    Of all names, .jsonl alone held JSON lines, and no file a list.
     """
     reader = reader_of(path)
     if reader in (PARQUET, ARROW):
         return None
-    if reader == JSON_LINES and path.suffix.lower() != ".jsonl":
+    if reader == JSON_LIST or (reader == JSON_LINES and path.suffix.lower() != ".jsonl"):
         return PLAIN_TEXT
     return reader
 

@@ -162,8 +162,14 @@ def test_files_of_all_forms_with_rows_have_conversations(open_, write, tmp_path,
         np.testing.assert_array_equal(one["labels"], other["labels"])
 
 
-def test_a_json_file_of_lines_has_conversations(open_, write):
-    assert open_(write("c.json", json_lines(ROWS))).train.count == open_(write("c.jsonl", json_lines(ROWS))).train.count
+@pytest.mark.parametrize("form", ["lines", "list"])
+def test_a_json_file_of_lines_or_one_list_has_conversations(open_, write, form):
+    """As Alpaca is published."""
+    rows = [{"instruction": "Add 2.", "input": str(i), "output": str(i + 2)} for i in range(40)]
+    found = open_(write("c.json", json_lines(rows) if form == "lines" else json.dumps(rows, indent=2)))
+    wanted = open_(write("c.jsonl", json_lines(rows)))
+    np.testing.assert_array_equal(found.train.tokens.ids, wanted.train.tokens.ids)
+    assert "40 conversations" in found.source
 
 
 def test_any_number_of_pieces_and_workers_gives_the_same_tokens(open_, write, monkeypatch):
