@@ -36,6 +36,9 @@ MOST = 4
 READ_ONCE = ("JAX_", "PYTHON", "LC_", "LANG")
 """How variables begin that Python and JAX read when they start or are imported."""
 
+OF_A_JOB = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}
+"""Of these, variables that are read when a process joins others."""
+
 
 class Fork:
     """A program that runs, with what tests ask of `subprocess.Popen`."""
@@ -111,7 +114,7 @@ def start(
     `modules` are imported once for all programs whose environments are alike where it matters for imports.
     """
     env = os.environ if env is None else env
-    read_once = frozenset(one for one in env.items() if one[0].startswith(READ_ONCE))
+    read_once = frozenset(one for one in env.items() if one[0].startswith(READ_ONCE) and one[0] not in OF_A_JOB)
     key = (read_once, *modules)
     if key not in _templates:
         if len(_templates) == MOST:
