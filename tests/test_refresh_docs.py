@@ -130,9 +130,12 @@ def test_the_guides_show_what_their_commands_print():
     check_blocks([ROOT / "docs" / "how-to" / f"{name}.md" for name in CHEAP], "--fast")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_tutorial_of_fine_tuning_shows_what_its_commands_print():
-    """Its measured losses differ from machine to machine; the answers of the tuned model do not."""
+    """Its measured losses differ from machine to machine; the answers of the tuned model do not.
+
+    The same way is gone in each run of the tests by `tests/training/test_chats.py`, in a quarter of the time.
+    """
     check_blocks([ROOT / "docs" / "tutorials" / "fine-tune.md"])
 
 
