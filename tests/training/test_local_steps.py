@@ -172,8 +172,11 @@ def test_rounds_are_those_of_a_reference_on_one_device(diloco):
     assert list(found) == [3, 6, 7]
     np.testing.assert_allclose([one.loss for one in found.values()], losses, rtol=1e-5)
     got = logical(run, state)
-    # The bias of the keys has no gradient but rounding, by which AdamW moves it; how far, the processor decides.
-    close(got.params, common, atol=1e-5)
+    for params in (got.params, common):
+        # The bias of the keys has no gradient but rounding, by which AdamW moves it; how far, the processor decides.
+        bias = params["blocks"]["attention"]["qkv_bias"] = np.array(params["blocks"]["attention"]["qkv_bias"])
+        bias[:, 1] = 0
+    close(got.params, common, atol=3e-6)
     close(got.optimizer, moments, rtol=1e-4, atol=1e-6)
     assert int(got.step) == 7
 
