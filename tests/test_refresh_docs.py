@@ -139,7 +139,7 @@ def test_the_tutorial_of_fine_tuning_shows_what_its_commands_print():
     check_blocks([ROOT / "docs" / "tutorials" / "fine-tune.md"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_recipes_show_what_a_changed_tree_prints():
     """What a user sees of the addition; the outputs of pytest are in the slow blocks."""
     check_blocks(RECIPES, "--fast")

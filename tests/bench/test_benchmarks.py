@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.exhaustive
 def test_the_worker_beside_torch_learns_alike_on_every_mesh():
     alone, sharded = worker(), worker("--mesh=2x1x1", "--zero=3")
     assert sharded == pytest.approx(alone, rel=1e-5)

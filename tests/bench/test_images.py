@@ -23,6 +23,7 @@ def test_a_step(capsys):
     assert found["flops_per_image"] is found["flops_formula"] is found["mfu"] is None
 
 
+@pytest.mark.exhaustive
 def test_scaling(capsys):
     found = told(capsys, "scaling", "cnn_digits", "--devices=1,2", "--zero=0,3")
     assert (found["config"], found["model"], found["unit"], found["sequence"]) == ("cnn_digits", "cnn", "image", None)

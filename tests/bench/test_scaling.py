@@ -115,7 +115,7 @@ def test_each_number_of_devices_is_compared_with_the_smallest_of_its_stage():
     assert [one["speed_up_quartiles"] for one in made] == [[one["speed_up"] / 2, one["speed_up"] * 2] for one in made]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_weak_scaling_grows_the_batch(monkeypatch, tmp_path):
     """And on devices whose link is known, too small for the states of all together, and with the rows of an epoch."""
     h100 = clusters.cluster("h100-ndr")

@@ -69,6 +69,7 @@ def test_a_cut_link_ends_all_in_time_and_the_run_goes_on_without(network, job, t
     same(folder)
 
 
+@pytest.mark.exhaustive
 def test_a_link_that_is_cut_for_less_than_a_heartbeat_and_then_slow_costs_time_only(network, job, tmp_path, same):
     folder = tmp_path / "run"
     with job() as running:

@@ -60,7 +60,7 @@ def test_a_process_that_the_mesh_has_no_use_for_leaves(text, tmp_path):
     alike(tmp_path / "run", tmp_path / "one", 20)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_hosts_with_different_numbers_of_devices_train_as_one(text, tmp_path):
     """2 and 4."""
     words = lambda name: jobs.argv(

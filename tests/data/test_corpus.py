@@ -115,7 +115,7 @@ def test_the_library_is_its_source_files_without_tests(tmp_path, monkeypatch):
     assert "standard library, 3 files" in corpus.source
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_default_corpus_is_large_enough_for_the_quickstart():
     corpus = open_corpus(DataConfig(), 2048, 256)
     assert corpus.train.count > 160 * 16  # no row is seen twice

@@ -103,7 +103,7 @@ def test_generate_in_two_processes_is_generate_in_one(trained, tmp_path, capfd):
     assert said("jaxdist.generate", words, tmp_path / "errors") == [printable(alone), ""]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bench_measures_what_several_processes_do(tmp_path):
     """3 processes with 2 devices each: a study on a part of one, all of one and two; and the step of 2 processes."""
     first, *rest = said("jaxdist.bench", ["scaling", *STEP, "--devices=1,2,4"], tmp_path / "errors", processes=3)

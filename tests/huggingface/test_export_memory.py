@@ -51,7 +51,7 @@ def export(run: Path, out: str, limit: int = 0) -> int:
     return int(done.stdout.split("took")[1])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_export_takes_no_more_than_two_tensors_and_64_mib(tmp_path):
     model = ModelConfig(family="llama", layers=24, embed=512, heads=8, mlp=3072, vocab=1024, sequence=64)
     assert make(tmp_path / "run", model) >= 240 * 2**20

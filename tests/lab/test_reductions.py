@@ -196,7 +196,7 @@ def test_refused(words, sentence):
     assert error.value.problems[0].startswith(sentence)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_up_to_64_nodes(tmp_path):
     """The claims of orders, that their controls fail, and the page; in one test, because the programs take their time.
 

@@ -68,22 +68,22 @@ class Row(NamedTuple):
 ROWS = [
     Row("llama", "replica=2,data=2,model=2", 3, 2, True, "none"),
     Row("llama", "data=2,context=2,model=2", 2, 1, True, "block"),
-    Row("llama", "model=4,pipeline=2", 1, 4, True, "none", "zb-u"),
     Row("some", "model=8", 1, 1, True, "dots"),
     Row("some", "data=2,pipeline=2", 3, 2, False, "stage", "interleaved"),
     Row("gpt", "data=4,model=2", 2, 2, True, "none"),
-    Row("deepseek", "data=2,model=2", 3, 2, True, "none"),
     Row("deepseek", "expert=2,context=2", 1, 1, False, "block"),
     Row("branches", "data=2,model=2", 3, 2, True, "block"),
+    Row("nf4", "data=2,pipeline=2", 3, 4, False, "none", "zb-u"),
+]
+"""Each kind of mesh, ZeRO stage and schedule with a model whose adapters it divides."""
+
+FURTHER = [
+    Row("llama", "model=4,pipeline=2", 1, 4, True, "none", "zb-u"),
+    Row("deepseek", "data=2,model=2", 3, 2, True, "none"),
     Row("gpt-oss", "expert=2,model=2", 3, 1, True, "none"),
     Row("gemma", "data=2,model=2", 3, 2, True, "block"),
     Row("nf4", "replica=2,data=2,model=2", 3, 2, True, "none"),
-    Row("nf4", "data=2,pipeline=2", 3, 4, False, "none", "zb-u"),
     Row("int8", "data=4,model=2", 1, 2, True, "block"),
-]
-"""Each model with each kind of mesh, ZeRO stage and schedule that it meets."""
-
-FURTHER = [
     Row("some", "model=2,pipeline=2", 0, 2, False, "block", "1f1b"),
     Row("moe", "expert=2,pipeline=2", 1, 4, False, "none", "gpipe"),
     Row("llama", "replica=2,data=2,model=2", 1, 4, False, "offload"),

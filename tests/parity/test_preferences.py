@@ -30,6 +30,7 @@ from jaxdist.training.forward.objective import REFERENCE
 from jaxdist.training.forward.preferences import Dpo, Orpo, Pairs, summed
 from jaxdist.weights.quantized_base import quantized_dims
 from tests.parity import cases
+from tests.tiers import exhaustive
 
 BETA, LAMBDA = 0.5, 2.0
 FULL = cases.LLAMA.model_copy(update=dict(layers=2))
@@ -54,18 +55,20 @@ ROWS = [
     ("dpo", "1x1x1", FULL, 2, {}),
 ]
 SLOW = [
-    ("dpo", "1x1x1", NF4, 1, {}),
     ("dpo", "2x2x1", NF4, 2, dict(stage=3)),
-    ("dpo", "replica=2,data=2", LORA, 1, dict(stage=1)),
-    ("dpo", "1x1x2", FULL, 4, dict(pipeline=PipelineConfig(schedule="1f1b"))),
     ("dpo", "2x1x2", INT8, 2, dict(stage=3, pipeline=PipelineConfig(schedule="zb-u"))),
-    ("dpo", "context=2", FULL, 1, {}),
     ("dpo", "context=2,pipeline=2", LORA, 2, dict(stage=1, pipeline=PipelineConfig(schedule="1f1b"))),
     ("dpo", "data=2,expert=2", ROUTED, 2, dict(stage=3)),
-    ("dpo", "expert=2", ADAPTED, 1, {}),
-    ("orpo", "1x1x1", FULL, 2, {}),
     ("orpo", "2x2x1", LORA, 1, dict(stage=3, sequence=True)),
     ("orpo", "context=2,pipeline=2", FULL, 2, dict(stage=1, pipeline=PipelineConfig(schedule="1f1b"))),
+]
+EXHAUSTIVE = [
+    ("dpo", "1x1x1", NF4, 1, {}),
+    ("dpo", "replica=2,data=2", LORA, 1, dict(stage=1)),
+    ("dpo", "1x1x2", FULL, 4, dict(pipeline=PipelineConfig(schedule="1f1b"))),
+    ("dpo", "context=2", FULL, 1, {}),
+    ("dpo", "expert=2", ADAPTED, 1, {}),
+    ("orpo", "1x1x1", FULL, 2, {}),
 ]
 
 
@@ -157,7 +160,7 @@ def plain(objective: str, name: str) -> cases.Outcome:
 
 @pytest.mark.parametrize(
     ("objective", "mesh", "model", "accumulation", "layout"),
-    [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)],
+    [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW), *exhaustive(EXHAUSTIVE)],
 )
 def test_the_loss_is_that_of_a_plain_program(objective, mesh, model, accumulation, layout, monkeypatch):
     of = base.ForwardOptions.of

@@ -19,6 +19,7 @@ from jaxdist.sharding import ONE_DEVICE
 from jaxdist.training.run import Run
 from tests.kinds import DENSE, moe_of_two_forms  # noqa: F401  # used by itself
 from tests.memory.test_prediction import own_bytes
+from tests.tiers import exhaustive
 
 SIZES = dict(embed=32, heads=8, kv_heads=2, mlp=48, experts=4, expert_mlp=24, vocab=96, sequence=16)
 MODEL = ModelConfig(family="moe", layers=DENSE + 2, **SIZES)
@@ -86,7 +87,7 @@ def test_the_layer_that_runs_is_of_one_stack():
     ("mesh", "zero", "sequence", "remat"),
     [
         ("data=2,expert=2", 3, False, "none"),
-        pytest.param("expert=2,model=2", 1, True, "block", marks=pytest.mark.slow),
+        *exhaustive([("expert=2,model=2", 1, True, "block")]),
     ],
 )
 @pytest.mark.parametrize("attention", [{}, pytest.param(LATENT, marks=pytest.mark.slow)], ids=["grouped", "latent"])
@@ -95,7 +96,7 @@ def test_elements_that_move_are_those_of_the_program(mesh, zero, sequence, remat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["ring", "ulysses"])
+@pytest.mark.parametrize("form", ["ring", *exhaustive([("ulysses",)])])
 def test_values_of_another_size_than_keys_cross_the_context_as_predicted(form):
     moves_as_predicted(Run(config("context=2,expert=2", 1, context=form, **LATENT)))
 

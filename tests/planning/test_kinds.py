@@ -93,11 +93,15 @@ def test_the_summary_names_the_attention_of_each_kind():
 @pytest.mark.parametrize(
     ("mesh", "how"),
     [
-        ("2x1x2", dict(zero=3, remat="stage")),
-        ("2x2x2", dict(zero=3, sequence=True, remat="dots", schedule="gpipe")),
-        ("2x1x2", dict(zero=3, remat="block", schedule="interleaved", layers=10)),
+        pytest.param("2x1x2", dict(zero=3, remat="stage"), marks=pytest.mark.exhaustive, id="1f1b"),
+        pytest.param(
+            "2x2x2",
+            dict(zero=3, sequence=True, remat="dots", schedule="gpipe"),
+            marks=pytest.mark.exhaustive,
+            id="gpipe",
+        ),
+        pytest.param("2x1x2", dict(zero=3, remat="block", schedule="interleaved", layers=10), id="interleaved"),
     ],
-    ids=["1f1b", "gpipe", "interleaved"],
 )
 def test_a_pipeline_holds_and_sends_what_is_predicted(mesh, how):
     """A rank's layers are one period, which is no loop, and the first of another one; or two whole periods in turn."""

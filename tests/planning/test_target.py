@@ -223,7 +223,7 @@ def test_without_a_gpu_the_plugin_is_quiet(tmp_path):
 
 
 @needs_plugin
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(gpus.driver(), reason="there is an NVIDIA GPU here")
 def test_the_first_command_begins_with_its_own_line(tmp_path):
     """Of the README, in an environment with the plug-in and no GPU: JAX logs that as an error, with a traceback."""

@@ -220,10 +220,13 @@ def drained(run: Run, batches: int) -> dict:
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"mesh": "expert=2,pipeline=2", "pipeline__schedule": "pipedream"},
-        {"mesh": "replica=2,expert=2", "parallel__delayed_gradients": "true"},
+        pytest.param(
+            {"mesh": "expert=2,pipeline=2", "pipeline__schedule": "pipedream"},
+            marks=pytest.mark.exhaustive,
+            id="pipedream",
+        ),
+        pytest.param({"mesh": "replica=2,expert=2", "parallel__delayed_gradients": "true"}, id="delayed"),
     ],
-    ids=["pipedream", "delayed"],
 )
 def test_one_batch_of_a_step_that_comes_late_is_that_of_one_device(knobs):
     sgd = {"optimizer__name": "sgd", "optimizer__clip": "0", "optimizer__learning_rate": "0.1"}
@@ -234,7 +237,7 @@ def test_one_batch_of_a_step_that_comes_late_is_that_of_one_device(knobs):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_outer_step_makes_the_balance_the_mean_of_the_replicas():
     """Neither its rate nor its momentum applies: the balance follows no gradient."""
     outer = {"optimizer__outer_rate": "0.5", "optimizer__outer_momentum": "0.9"}

@@ -57,7 +57,7 @@ def test_a_run_on_conversations_goes_on_to_the_bit(chats, tmp_path, capsys):
         train.main([*chats, "--run-dir=continued", "--train.steps=4", "--data.learn=all"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_on_conversations_answers_and_is_exported_with_its_template(chats, tmp_path, capsys):
     options = over(chats, "--data.tokenizer=tokenizer/tokenizer.json", "--optimizer.learning-rate=0.05")
     options += ["--run-dir=run", "--train.steps=80", "--validation.every=0", "--checkpoint.every=0"]

@@ -102,8 +102,8 @@ def synchronous():
 @pytest.mark.parametrize(
     ("mesh", "zero"),
     [
-        *thinned([(PAIR, 3), ("replica=2,pipeline=2", 1), ("replica=2,context=2", 1)], 3, first=3),
-        *exhaustive([("replica=4", 1), (PAIR, 0)]),
+        pytest.param(PAIR, 3, marks=pytest.mark.slow),
+        *exhaustive([("replica=2,pipeline=2", 1), ("replica=2,context=2", 1), ("replica=4", 1), (PAIR, 0)]),
     ],
 )
 def test_one_local_step_with_sgd_is_the_synchronous_step(mesh, zero):
@@ -201,15 +201,19 @@ def test_rounds_end_with_the_multiples_and_with_the_run():
 
 @pytest.mark.parametrize(
     ("mesh", "more"),
-    thinned(
-        [
-            (PAIR, {"parallel.zero": "0", "optimizer.outer_momentum": "0.9"}),
-            (PAIR, {"parallel.zero": "3", "precision": "mixed", "parallel.offload": "optimizer"}),
-            ("replica=2,pipeline=2", {"parallel.zero": "1", "parallel.gradient_compression": "int8"}),
-        ],
-        3,
-        first=3,
-    ),
+    [
+        pytest.param(
+            "replica=2,pipeline=2",
+            {"parallel.zero": "1", "parallel.gradient_compression": "int8"},
+            marks=pytest.mark.slow,
+        ),
+        *exhaustive(
+            [
+                (PAIR, {"parallel.zero": "0", "optimizer.outer_momentum": "0.9"}),
+                (PAIR, {"parallel.zero": "3", "precision": "mixed", "parallel.offload": "optimizer"}),
+            ]
+        ),
+    ],
 )
 def test_bytes_at_rest_and_over_replicas_are_as_predicted(mesh, more):
     run = made(mesh, 2, train__steps="4", **knobs(more))
@@ -300,7 +304,7 @@ def test_killed_within_a_round_and_resumed_equals_straight_to_the_bit(run, strai
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", ["replica=4", "1x1x1"])
+@pytest.mark.parametrize("after", ["replica=4", *exhaustive([("1x1x1",)])])
 def test_killed_and_resumed_with_other_replicas_the_loss_is_close(run, straight, killed, capsys, after):
     whole = straight(*ROUNDS)
     killed("moved", 11, 6, *ROUNDS)

@@ -96,6 +96,7 @@ def test_the_listing_names_the_base_of_each_step(beside, capsys):
     assert all({"base": row["base"]} == base.facts() for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_back_on_another_mesh(beside, tmp_path):
     again = tmp_path / "again"
     shutil.copytree("run", again)

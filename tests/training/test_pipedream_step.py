@@ -48,7 +48,7 @@ def test_devices_that_share_each_row_change_nothing(run):
     close(lines(shared), lines(whole))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_going_on_without_a_delay_is_told(run, capsys):
     run("moved", *PIPELINE)
     moved = ["--mesh=1x1x1", *(word for word in PIPELINE if not word.startswith(("--mesh", "--pipeline")))]

@@ -142,7 +142,7 @@ def test_a_run_on_pairs_goes_on_to_the_bit_with_the_reference_that_it_began_with
     assert "accuracy" in said
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_reference_stays_when_the_weights_that_it_is_of_are_replaced(asked, tmp_path, capsys, monkeypatch):
     """It is in the cache; where it is not, the run does not go on with another one."""
     asked = over(asked, "--train.steps=2", "--checkpoint.every=1")

@@ -92,7 +92,7 @@ def losses(of: list[dict], name: str = "loss") -> list[float]:
     return [line[name] for line in of if name in line]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_loss_is_within_one_percent_of_that_of_a_float32_base(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     plain = tuned("float32", "2x1x1")

@@ -331,7 +331,7 @@ def test_epochs_count_rows(request_of, tmp_path):
     assert lines(tmp_path / "epochs")[-1]["step"] == math.ceil(rows / 2 / 8)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_lion_and_sgd_train_too(run):
     for name, rate in (("lion", "1e-3"), ("sgd", "0.3")):
         found = lines(run(name, f"--optimizer.name={name}", f"--optimizer.learning-rate={rate}"))
