@@ -204,15 +204,15 @@ def moments(config: Config, known: Known) -> str:
     return ""
 
 
-def sums_by(rule: str) -> Condition:
-    """Return the condition that this rule compresses what crosses the replicas."""
+def has(knob: str, wanted: str) -> Condition:
+    """Return the condition that `knob` has this value."""
 
     def find(config: Config, known: Known) -> str:
-        asked = config.parallel.gradient_compression
-        return "" if asked == rule else f"parallel.gradient_compression {asked}"
+        asked = value_of(config, knob)
+        return "" if asked == wanted else f"{knob} {asked}"
 
-    find.__name__ = f"sums_by_{rule.replace('-', '_')}"
-    return needs("parallel.gradient_compression")(find)
+    find.__name__ = f"has_{knob.replace('.', '_')}_{wanted.replace('-', '_')}"
+    return needs(knob)(find)
 
 
 @needs("data.validation_path")
@@ -253,17 +253,6 @@ def decay(config: Config, known: Known) -> str:
 def outer_steps(config: Config, known: Known) -> str:
     """Need steps that replicas take by themselves, after which there is an outer step."""
     return "" if config.train.local_steps else "train.local_steps 0, which has no outer step,"
-
-
-def trains_for(objective: str) -> Condition:
-    """Return the condition that the run has this objective."""
-
-    def find(config: Config, known: Known) -> str:
-        asked = config.train.objective
-        return "" if asked == objective else f"train.objective {asked}"
-
-    find.__name__ = f"trains_for_{objective}"
-    return needs("train.objective")(find)
 
 
 @needs("sample.every")

@@ -40,19 +40,22 @@ BY_REQUEST = {
     "sharded_gradients": ({"parallel.zero": "2"}, {"parallel.zero": "1"}),
     "accumulation": ({"mesh": "1x1x1", "train.accumulation": "2"}, {"mesh": "1x1x1", "train.accumulation": "1"}),
     "moments": ({}, {"optimizer.name": "sgd", "optimizer.beta1": "0"}),
-    "sums_by_topk_int8": (
+    "has_parallel_gradient_compression_topk_int8": (
         {"parallel.gradient_compression": "topk-int8"},
         {"parallel.gradient_compression": "powersgd"},
     ),
-    "sums_by_powersgd": ({"parallel.gradient_compression": "powersgd"}, {"parallel.gradient_compression": "int8"}),
+    "has_parallel_gradient_compression_powersgd": (
+        {"parallel.gradient_compression": "powersgd"},
+        {"parallel.gradient_compression": "int8"},
+    ),
     "mixture": ({"data.mixture": "a*0.7,b*0.3"}, {}),
     "fraction_held_out": ({}, {"data.path": __file__, "data.validation_path": recipes.__file__}),
     "second_moment": ({"optimizer.name": "lion"}, {"optimizer.name": "sgd"}),
     "ends_by_decay": ({"optimizer.schedule": "inverse-sqrt"}, {"optimizer.schedule": "linear"}),
     "decay": ({"optimizer.schedule": "constant"}, {"optimizer.schedule": "constant", "optimizer.decay_fraction": "0"}),
     "outer_steps": ({"mesh": "replica=2", "train.local_steps": "2"}, {}),
-    "trains_for_dpo": ({"train.objective": "dpo"}, {"train.objective": "orpo"}),
-    "trains_for_orpo": ({"train.objective": "orpo"}, {"train.objective": "dpo"}),
+    "has_train_objective_dpo": ({"train.objective": "dpo"}, {"train.objective": "orpo"}),
+    "has_train_objective_orpo": ({"train.objective": "orpo"}, {"train.objective": "dpo"}),
     "samples": ({"sample.every": "2"}, {}),
 }
 """Condition -> (what a request has beside the knob where the condition holds, and where it does not)."""
