@@ -14,6 +14,7 @@ import jax
 import pytest
 
 from tests import forks
+from tests.tiers import exhaustive
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 STEPS = 40
@@ -93,7 +94,7 @@ def test_the_loop_of_the_readme_learns_on_four_devices_what_it_does_on_one():
 
 @pytest.mark.slow
 @needs_digits
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [3, *exhaustive([(0,)])])
 def test_four_devices_learn_what_one_does(zero):
     one = losses("digits_one_device.py")
     assert one[-1] < 0.5 * one[0]
@@ -129,11 +130,14 @@ TUTORIALS = {
     "annotated_decoder.py": [(r"^step 150  loss (\S+)$", 0, 0.05)],
 }
 """Of scripts that take one option, `--mesh`: what they print, and between which numbers it lies."""
+LONG = ("gan.py", "annotated_decoder.py")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:head.bias, head.kernel are missing")
-@pytest.mark.parametrize("name", TUTORIALS)
+@pytest.mark.parametrize(
+    "name", [*(name for name in TUTORIALS if name not in LONG), *exhaustive((name,) for name in LONG)]
+)
 def test_a_tutorial_learns_what_it_says(name, monkeypatch, capsys):
     """In this process: other processes compile anew."""
     monkeypatch.setattr(sys, "argv", [name])

@@ -592,7 +592,7 @@ SMALL = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_is_killed_and_resumed(tmp_path, monkeypatch):
     """In true commands, which take the programs of the first of them."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

@@ -64,7 +64,7 @@ def test_a_pipeline_whose_key_value_heads_are_on_two_devices_each(tmp_path):
     assert (tmp_path / "out" / tokenizer).read_bytes() == (GOLDEN / "llama31" / tokenizer).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_experts_of_several_devices_are_tensors_of_their_own(tmp_path):
     masters, theirs = trained("mixtral", tmp_path, "--mesh=expert=2,model=2")
     expected = tensors(GOLDEN / "mixtral")

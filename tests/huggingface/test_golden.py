@@ -17,7 +17,7 @@ DEFAULT = {
     *((name, list(MESHES)[1 + number % 3]) for number, name in enumerate(DENSE)),
     *(("qwen2", mesh) for mesh in MESHES),
     *(("gpt2", mesh) for mesh in MESHES),
-    *((name, mesh) for name in ROUTED for mesh in ("data=2,expert=4", "expert=2,model=2")),
+    *((name, ("data=2,expert=4", "expert=2,model=2")[number % 2]) for number, name in enumerate(ROUTED)),
     ("mixtral", "expert=2,pipeline=2"),
     ("gpt_oss", "expert=2,pipeline=2"),
     (MXFP4, "expert=2,model=2"),

@@ -63,7 +63,7 @@ def test_a_program_for_gpus():
 MESH = abstract_mesh(parse_mesh("8x1x1"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
 def test_what_is_explained_is_compiled_as_what_runs(monkeypatch):
     """With the options of a run, which a person is told; and without those that XLA_FLAGS name."""

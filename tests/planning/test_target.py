@@ -146,7 +146,6 @@ def test_this_process_keeps_its_backend():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_process")
 def test_errors_come_back_as_they_are():
     with pytest.raises(RequestError) as request:
         compile_apart(lowering.mistakes, None, 1)

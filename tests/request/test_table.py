@@ -13,7 +13,6 @@ import pytest
 
 from tests.request.commands import COMMANDS, Command, asked, make_values, options_of, spelt, without_work
 from tests.request.commands import option as written
-from tests.tiers import thinned
 
 LEGAL = {
     "": (
@@ -198,7 +197,14 @@ def named(name: str, value: str, problems: list[str]) -> bool:
     )
 
 
-@pytest.mark.parametrize("command", thinned(zip(COMMANDS), 5), ids=IDS)
+def marks_of(command: Command) -> list:
+    """`launch slurm` has what `launch local` has, and more."""
+    if command.name == "launch local":
+        return [pytest.mark.exhaustive]
+    return [] if command.name == "train" else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("command", [pytest.param(one, marks=marks_of(one)) for one in COMMANDS], ids=IDS)
 def test_each_value_is_refused_or_legal(command, values):
     wrong = []
     names = names_of(command)
