@@ -117,13 +117,8 @@ F1B = PipelineConfig(schedule="1f1b")
 
 ROWS = [
     ("norm of each head", "2x4x1", dict(stage=3, sequence=True, accumulation=4), "block", False),
-    ("norm of all heads", "1x8x1", dict(), "none", False),
-    ("norm of each head", "1x2x1", dict(sequence=True), "none", False),
-    ("norm of each head", "1x1x2", dict(accumulation=4, stage=1, pipeline=ZB_U), "none", False),
     ("norm of each head", "2x2x2", dict(stage=3, sequence=True, accumulation=4, pipeline=ZB_H1), "none", True),
     ("norm of all heads", "1x4x2", dict(sequence=True, accumulation=4, pipeline=ZB_U), "none", False),
-    ("positions", "2x2x1", dict(stage=3, sequence=True, accumulation=2), "none", False),
-    ("OLMo 3", "2x2x1", dict(stage=3, sequence=True, accumulation=2), "block", False),
     (
         "OLMo 3",
         "context=2,model=2,pipeline=2",
@@ -131,7 +126,6 @@ ROWS = [
         "none",
         True,
     ),
-    ("Gemma", "2x2x1", dict(stage=3, sequence=True, accumulation=2), "block", False),
     (
         "Gemma",
         "context=2,model=2,pipeline=2",
@@ -149,7 +143,6 @@ ROWS = [
         True,
     ),
     ("gpt-oss", "expert=2,context=2,model=2", dict(stage=2, sequence=True, context="ulysses"), "dots", True),
-    ("gpt-oss", "expert=2,model=4", dict(stage=1), "none", False),
     (
         "latent attention",
         "context=2,model=2,pipeline=2",
@@ -158,16 +151,23 @@ ROWS = [
         False,
     ),
     ("LongRoPE", "2x2x2", dict(stage=3, sequence=True, accumulation=4, pipeline=ZB_H1), "none", False),
-    ("GPT-NeoX", "2x2x1", dict(stage=3, sequence=True), "dots", True),
     ("GPT-NeoX", "data=2,context=2,pipeline=2", dict(stage=2, accumulation=4, pipeline=ZB_H1), "none", False),
-    ("Apertus, Granite", "2x2x1", dict(stage=3, sequence=True), "none", False),
     ("Apertus, Granite", "1x2x2", dict(sequence=True, accumulation=4, pipeline=F1B), "block", True),
-    ("norm of each head", "context=2,model=2", dict(stage=1, sequence=True, context="ring"), "none", True),
     ("positions", "data=2,context=2,model=2", dict(stage=3, sequence=True, context="ring"), "block", False),
 ]
 """(model, mesh, options, remat, whether documents are apart)."""
 
 PARTS_OF_ROWS = [
+    ("norm of all heads", "1x8x1", dict(), "none", False),
+    ("norm of each head", "1x2x1", dict(sequence=True), "none", False),
+    ("norm of each head", "1x1x2", dict(accumulation=4, stage=1, pipeline=ZB_U), "none", False),
+    ("positions", "2x2x1", dict(stage=3, sequence=True, accumulation=2), "none", False),
+    ("OLMo 3", "2x2x1", dict(stage=3, sequence=True, accumulation=2), "block", False),
+    ("Gemma", "2x2x1", dict(stage=3, sequence=True, accumulation=2), "block", False),
+    ("gpt-oss", "expert=2,model=4", dict(stage=1), "none", False),
+    ("GPT-NeoX", "2x2x1", dict(stage=3, sequence=True), "dots", True),
+    ("Apertus, Granite", "2x2x1", dict(stage=3, sequence=True), "none", False),
+    ("norm of each head", "context=2,model=2", dict(stage=1, sequence=True, context="ring"), "none", True),
     ("norm of each head", "replica=2,model=4", dict(stage=1, accumulation=2), "dots", False),
     ("norm of all heads", "2x2x1", dict(stage=3, sequence=True), "dots", True),
     ("positions", "1x2x2", dict(sequence=True, accumulation=4), "none", True),

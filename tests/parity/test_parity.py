@@ -81,7 +81,7 @@ def one_device(model: str) -> cases.Outcome:
     return outcome
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "mesh", "accumulation"), ROWS, ids=lambda value: str(value))
 def test_equals_one_device(model, mesh, accumulation):
     cases.assert_equal(cases.train(mesh, accumulation, MODELS[model]), one_device(model))
@@ -110,8 +110,12 @@ def test_micro_batches_outside_the_layers_equal_one_device():
     "row",
     [
         Layout("llama-untied", "2x4x1", 3, 4, sequence=True, remat="none"),
-        Layout("llama-tied", "1x8x1", 0, 1, sequence=False, remat="dots"),
-        Layout("gpt-tied", "replica=2,data=2,model=2", 1, 4, sequence=True, remat="block"),
+        *exhaustive(
+            [
+                (Layout("llama-tied", "1x8x1", 0, 1, sequence=False, remat="dots"),),
+                (Layout("gpt-tied", "replica=2,data=2,model=2", 1, 4, sequence=True, remat="block"),),
+            ]
+        ),
     ],
     ids=lambda row: "-".join(map(str, row)),
 )
@@ -124,13 +128,13 @@ def test_products_and_loss_as_gpus_have_them_equal_one_device(row):
     ("model", "mesh", "zero", "options"),
     [
         ("gpt-tied", "replica=2,data=2", 3, dict(inside=False)),
-        ("gpt-tied", "replica=4", 2, dict()),
         ("llama-tied", "replica=2,model=4", 1, dict()),  # copies of key/value heads
-        ("llama-tied", "replica=2,data=2,model=2", 1, dict(replica_zero=False)),
-        ("gpt-tied", "replica=2,data=2", 1, dict(keep=True)),
     ]
     + exhaustive(
         [
+            ("gpt-tied", "replica=4", 2, dict()),
+            ("llama-tied", "replica=2,data=2,model=2", 1, dict(replica_zero=False)),
+            ("gpt-tied", "replica=2,data=2", 1, dict(keep=True)),
             ("llama-tied", "replica=2,model=4", 0, dict()),
             ("gpt-untied", "replica=2,data=2", 2, dict(replica_zero=False)),
         ]
@@ -143,7 +147,7 @@ def test_replicas_equal_one_device(model, mesh, zero, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "zero"), [("replica=2,data=2,model=2", 2), ("2x2x1", 3)])
+@pytest.mark.parametrize(("mesh", "zero"), [("replica=2,data=2,model=2", 2), *exhaustive([("2x2x1", 3)])])
 def test_dropout_is_the_same_under_sequence_parallelism(mesh, zero):
     check(Layout("gpt-dropout", mesh, zero, 4, sequence=True, remat="dots"))
 
