@@ -25,8 +25,8 @@ from jaxdist.request import load
 from tests.parity import cases, test_experts
 from tests.tiers import exhaustive
 
-EVERY_RUN = 12
-BY_HAND = 200
+EVERY_RUN = 8
+BY_HAND = 204
 
 Options = dict[str, object]
 
