@@ -16,6 +16,7 @@ COMMANDS = {
     "evaluate": "compute the validation loss of a run's checkpoint",
     "generate": "generate text from a run's checkpoint",
     "checkpoints": "list, verify, prune or export the checkpoints of a run",
+    "compare": "show runs side by side: losses, speed, and the knobs in which they differ, with a picture",
     "data": "look at data before a training: documents, lengths, duplicates, tokens, what would be refused",
     "explain": "show the memory and communication of a step, compiled for any mesh and any GPU",
     "plan": "rank meshes for a number of devices of a cluster by predicted time and memory",

@@ -11,7 +11,8 @@ from tests.touched import words
 
 PACKAGE = Path(__file__).parent.parent / "jaxdist"
 FILES = sorted(PACKAGE.rglob("*.py"))
-COMMANDS = {"train", "evaluate", "generate", "explain", "plan", "checkpoints", "launch", "doctor", "completion"}
+COMMANDS = {"train", "evaluate", "generate", "explain", "plan", "checkpoints", "compare", "launch", "doctor"}
+COMMANDS |= {"completion"}
 
 READERS = ["jaxdist.programs"]
 

@@ -30,7 +30,12 @@ class Values:
     paths: Paths = ""
 
 
-ARGUMENTS = {"CONFIG": Values(tuple(SHIPPED), "toml"), "RUN": Values(paths="folder"), "PATH": Values(paths="file")}
+ARGUMENTS = {
+    "CONFIG": Values(tuple(SHIPPED), "toml"),
+    "RUN": Values(paths="folder"),
+    "RUNS": Values(paths="folder"),
+    "PATH": Values(paths="file"),
+}
 
 
 @dataclass

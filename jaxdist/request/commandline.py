@@ -85,6 +85,8 @@ class Request:
     positional: str | None
     overrides: dict[str, str]
     extras: dict[str, Any]
+    words: tuple[str, ...] = ()
+    """All RUNS of a command that takes several."""
     notes: tuple[str, ...] = ()
     """What the request means where that is not obvious, a sentence each."""
 
@@ -116,7 +118,7 @@ def arguments(
     command: str,
     description: str,
     *,
-    positional: Literal["CONFIG", "RUN", "PATH"] | None = "CONFIG",
+    positional: Literal["CONFIG", "RUN", "RUNS", "PATH"] | None = "CONFIG",
     extras: Sequence[Extra] = (),
     knobs: Collection[str] | None = None,
     pretrained: bool = False,
@@ -124,6 +126,7 @@ def arguments(
 ) -> Request:
     """Parse `argv` (None: that of the process), whose first word is an optional CONFIG, a RUN folder, or a PATH.
 
+    All words are RUNS for a command that compares runs; their configurations are not read here.
     `command` is the name as users write it ("bench step"). `positional` is None for a command that trains nothing and
     takes only its own options. A PATH is the same as --data.path, but a .toml is a CONFIG there. `knobs` are the knobs,
     or their sections, that the command uses; None means all of them, or for a RUN `RUN_KNOBS`. With `pretrained`, a
@@ -155,11 +158,16 @@ def arguments(
             no_run = True
         else:
             run = Path(word or "")
+    elif positional == "RUNS":
+        problems += _problems_of_runs(command, scan.positionals)
     elif positional == "PATH" and word is not None and not word.endswith(CONFIG_ENDING):
         scan.add("data.path", word)
     elif positional:
         config = word
     surplus = scan.positionals[1:] if positional else scan.positionals
+    words = tuple(scan.positionals) if positional == "RUNS" else ()
+    if words:
+        surplus = []
     problems += _unexpected(surplus)
 
     chosen = {extra.name: extra.default for extra in extras}
@@ -180,7 +188,7 @@ def arguments(
         # The folder may have been moved since the run wrote its config.
         result = result.model_copy(update={"run_dir": Path(word)})
     note = "" if positional == "RUN" else batch_note(config, result, scan.options)
-    return Request(result, word, scan.options, chosen, (note,) if note else ())
+    return Request(result, word, scan.options, chosen, words, (note,) if note else ())
 
 
 def _unexpected(surplus: Sequence[str]) -> Iterator[str]:
@@ -197,6 +205,31 @@ def _unexpected(surplus: Sequence[str]) -> Iterator[str]:
     yield from listed(unexpected, len(surplus), "such arguments")
 
 
+def _problems_of_runs(command: str, folders: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each thing that is wrong with the names of several runs."""
+    if not folders:
+        yield f"{command} needs RUNS, the folders of runs, such as runs/a runs/b"
+    for folder in dict.fromkeys(folders):
+        problem = _wrong_name(command, folder)
+        if problem:
+            yield problem
+        elif folders.count(folder) > 1:
+            yield f"run folder '{folder}' is named {folders.count(folder)} times; name it once"
+
+
+def _wrong_name(command: str, folder: str) -> str:
+    """Return what is wrong with the name of a run folder, as a sentence; empty if nothing is."""
+    if not folder:
+        return f"RUN is empty; {command} needs the folder of a run, such as runs/gpt_tiny"
+    invalid = path_error(folder)
+    if invalid:
+        return f"run folder {shown(folder)} {invalid}"
+    problem = path_problem(Path(folder))
+    if problem:
+        return f"run folder '{folder}' {problem}; move or rename it"
+    return ""
+
+
 def _config_of_run(command: str, folder: str | None, of_fit: bool) -> tuple[str | None, str]:
     """Return the path of the config in a run folder, or None and what is wrong with the folder.
 
@@ -204,14 +237,9 @@ def _config_of_run(command: str, folder: str | None, of_fit: bool) -> tuple[str 
     """
     if folder is None:
         return None, f"{command} needs a RUN, the folder of a run, such as runs/gpt_tiny"
-    if not folder:
-        return None, f"RUN is empty; {command} needs the folder of a run, such as runs/gpt_tiny"
-    invalid = path_error(folder)
-    if invalid:
-        return None, f"run folder {shown(folder)} {invalid}"
-    problem = path_problem(Path(folder))
-    if problem:
-        return None, f"run folder '{folder}' {problem}; move or rename it"
+    wrong = _wrong_name(command, folder)
+    if wrong:
+        return None, wrong
     config = Path(folder) / "config.toml"
     if is_of_fit(Path(folder)):
         return None, "" if of_fit else no_config(Path(folder), command)

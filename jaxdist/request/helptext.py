@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Sequence
 
 from jaxdist.config import Config
-from jaxdist.request.knobs import KNOBS, SECTIONS, kind, option, shown, within
+from jaxdist.request.knobs import KNOBS, SECTIONS, kind, option, unquoted, within
 from jaxdist.request.options import Extra
 from jaxdist.request.reading import DEFAULT, SHIPPED
 
@@ -18,6 +18,7 @@ ARGUMENTS = {
     "CONFIG": f"a TOML file, or one of {', '.join(SHIPPED)} (default {DEFAULT}); options override its values. A folder "
     f"of Hugging Face is the same as --init-from with it",
     "RUN": "the folder of a run, such as runs/gpt_tiny; options override its config.toml",
+    "RUNS": "the folders of runs, such as runs/a runs/b, or runs/*",
     "PATH": "what --data.path names (default: Python's own library); or the .toml of a training, whose data are meant",
 }
 
@@ -33,7 +34,9 @@ def help_text(
     usage = f"usage: python -m jaxdist.{command}"
     if positional:
         argument = f"[{positional}]" if positional in OPTIONAL else positional
-        usage += f" {argument} [--section.knob value ...]"
+        usage += f" {argument}"
+        if knobs is None or knobs:
+            usage += " [--section.knob value ...]"
     else:
         usage += " " + " ".join(f"[{option(extra.name)}]" for extra in extras)
     lines = [usage, "", *textwrap.wrap(description, width), ""]
@@ -45,7 +48,7 @@ def help_text(
             lines += _entry(option(extra.name), extra.help, width)
         else:
             left = f"{option(extra.name)} {kind(extra.annotation)}"
-            lines += _entry(left, f"{extra.help} (default {_default(extra.default)})", width)
+            lines += _entry(left, f"{extra.help} (default {unquoted(extra.default)})", width)
     for section, about in {"": Config.__doc__ or "", **SECTIONS}.items():
         lines += _section(section, about, knobs, width)
     return "\n".join(lines)
@@ -61,7 +64,7 @@ def _section(section: str, about: str, knobs: Collection[str] | None, width: int
     yield from textwrap.wrap(f"{section or 'run'}: {about}", width)
     for name in names:
         field = KNOBS[name]
-        text = f"{field.description or ''} (default {_default(field.default)})"
+        text = f"{field.description or ''} (default {unquoted(field.default)})"
         yield from _entry(f"{option(name)} {kind(field.annotation)}", text, width)
 
 
@@ -84,10 +87,3 @@ def _choices(left: str, width: int) -> Iterator[str]:
     parts = left.replace("|", "| ")
     for line in textwrap.wrap(parts, width - 2, subsequent_indent="    ", break_on_hyphens=False):
         yield "  " + line.replace("| ", "|")
-
-
-def _default(value: object) -> str:
-    # A single word needs no quotes.
-    if isinstance(value, str) and value.split() == [value]:
-        return value
-    return shown(value)

@@ -198,6 +198,13 @@ def shown(value: object) -> str:
     return text
 
 
+def unquoted(value: object) -> str:
+    """Return a value as `shown` does, but a single word without quotes, for tables."""
+    if isinstance(value, str) and value.split() == [value]:
+        return value
+    return shown(value)
+
+
 def sentence(name: str, value: object, error: ErrorDetails, annotation: Any) -> str:
     """Return one of pydantic's errors as a sentence, such as `model.layers is -3: must be at least 1`."""
     rule = error["type"]

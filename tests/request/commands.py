@@ -30,6 +30,7 @@ WORK = (
     "jaxdist.data.survey.look.look",
     "jaxdist.doctor.__main__.Doctor.examine",
     "jaxdist.doctor.watching.watch",
+    "jaxdist.training.comparison.compare",
     "jaxdist.cluster.local.Supervisor.run",
     "jaxdist.cluster.slurm.make_logs",
     "jaxdist.bench.gpu.Bench.measure",
@@ -67,6 +68,7 @@ COMMANDS = [
     Command("evaluate", argument="RUN"),
     Command("generate", argument="RUN"),
     Command("checkpoints", argument="RUN"),
+    Command("compare", argument="RUN"),
     Command("data", argument="PATH"),
     Command("explain", argument="CONFIG"),
     Command("plan", argument="CONFIG"),
@@ -88,7 +90,7 @@ COMMANDS = [
 
 
 ASKING = ("train", "evaluate", "generate", "checkpoints", "explain", "plan", "launch", "doctor.__main__")
-ASKING += ("data.__main__",)
+ASKING += ("compare", "data.__main__")
 ASKING += ("bench.step", "bench.scaling", "bench.collectives", "bench.gpu", "lab.__main__")
 """The modules that read command lines."""
 

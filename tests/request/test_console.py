@@ -43,6 +43,7 @@ LINES = [
     ("evaluate nowhere --mesh 2x2", 2),
     ("generate empty --top-k -1", 2),
     ("checkpoints empty --json", 0),
+    ("compare nowhere", 2),
     ("data nowhere", 2),
     ("explain --parallel.zero 4", 2),
     ("plan --compare 3,2", 2),
