@@ -81,12 +81,12 @@ def kinds(row: Row) -> set:
 
 
 def usual() -> list[Row]:
-    """Of `pairwise()`, rows among which every two kinds meet that meet at all; greedy, always the same."""
+    """Of `pairwise()`, rows among which nine of ten pairs of kinds meet of those that meet at all; always the same."""
     rest, rows = pairwise(), []
-    missing = set().union(*map(kinds, rest))
-    while missing:
+    missing = every = set().union(*map(kinds, rest))
+    while len(missing) > len(every) / 10:
         rows.append(max(rest, key=lambda row: len(kinds(row) & missing)))
-        missing -= kinds(rows[-1])
+        missing = missing - kinds(rows[-1])
     return rows
 
 
@@ -127,7 +127,8 @@ def test_pipelines_of_the_other_sizes_equal_one_device(row):
 
 def test_the_cover_is_a_cover():
     rows = pairwise()
-    assert set().union(*map(kinds, usual())) == set().union(*map(kinds, rows))
+    met, every = (set().union(*map(kinds, some)) for some in (usual(), rows))
+    assert len(met) >= 0.9 * len(every)
     assert {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)} == pairs()
     assert len(rows) <= 60
 
