@@ -51,28 +51,28 @@ def test_cached_tokens_and_logits_are_those_of_whole_passes(alone):
             ("llama", "1x8x1", {}),
             ("gpt", "2x2x1", {"parallel": {"sequence": True, "zero": 1}}),
             ("moe", "expert=2,model=2", {}),
-            ("gpt", "data=2,context=2", {"parallel": {"zero": 3}}),
-            ("llama", "data=2,pipeline=2", {"parallel": {"zero": 2}}),
             ("gpt", "1x1x2", {"pipeline": {"schedule": "interleaved"}, "parallel": {"zero": 3}}),
-            ("moe", "expert=2,pipeline=2", {"parallel": {"zero": 3}}),
             ("llama", "replica=2,context=2", {"parallel": {"zero": 3, "replica_zero": True}}),
             ("window", "context=2,model=2", {"parallel": {"context": "ring", "sequence": True}}),
-            ("window", "1x1x2", {}),
             ("parts", "2x2x1", {}),
             ("branches", "model=2,pipeline=2", {}),
             ("lora", "1x8x1", {}),
-            ("lora", "2x1x2", {"parallel": {"zero": 3}}),
-            ("latent", "1x1x1", {}),
             ("latent", "context=2,expert=2,model=2", {"parallel": {"zero": 3}}),
-            ("gemma", "1x1x1", {}),
-            ("gpt-oss", "context=2,model=2", {"parallel": {"context": "ring", "sequence": True}}),
             ("gemma", "context=2,model=2", {"parallel": {"context": "ring", "sequence": True}}),
         ],
-        12,
+        8,
     )
-    # They train otherwise, and hold the same weights.
+    # The last rows train otherwise, and hold the same weights.
     + exhaustive(
         [
+            ("gpt", "data=2,context=2", {"parallel": {"zero": 3}}),
+            ("llama", "data=2,pipeline=2", {"parallel": {"zero": 2}}),
+            ("moe", "expert=2,pipeline=2", {"parallel": {"zero": 3}}),
+            ("window", "1x1x2", {}),
+            ("lora", "2x1x2", {"parallel": {"zero": 3}}),
+            ("latent", "1x1x1", {}),
+            ("gemma", "1x1x1", {}),
+            ("gpt-oss", "context=2,model=2", {"parallel": {"context": "ring", "sequence": True}}),
             ("llama", "2x1x1", {"train": {"local_steps": 2}}),
             ("llama", "1x1x2", {"pipeline": {"schedule": "pipedream"}}),
         ]

@@ -178,8 +178,8 @@ def test_killed_and_resumed_on_the_same_mesh_equals_straight_to_the_bit(run, str
     assert figures[0] == figures[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("after", ["replica=4", *exhaustive([("1x1x1",)])])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("after", ["replica=4", "1x1x1"])
 def test_killed_and_resumed_with_other_replicas_the_loss_is_close(run, straight, killed, capsys, after):
     whole = straight(f"--mesh={PAIR}", *RULE)
     killed("moved", 7, 5, f"--mesh={PAIR}", *RULE)

@@ -303,8 +303,8 @@ def test_killed_within_a_round_and_resumed_equals_straight_to_the_bit(run, strai
     assert validated == [[12, 20], [12, 20]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("after", ["replica=4", *exhaustive([("1x1x1",)])])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("after", ["replica=4", "1x1x1"])
 def test_killed_and_resumed_with_other_replicas_the_loss_is_close(run, straight, killed, capsys, after):
     whole = straight(*ROUNDS)
     killed("moved", 11, 6, *ROUNDS)
