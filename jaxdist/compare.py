@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def as_text(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines that show the result to people."""
-    heading = ("run", "steps", "loss", "validation", "best", "at step", "seen", "a second", "hours of steps")
+    heading = ("run", "steps", "loss", "validation", "best", "at step", "seen", "a second", "hours of steps", "goodput")
     yield from table([heading, *(tuple(_cells(figures)) for figures in result["runs"])], right=True)
     if result["knobs"]:
         yield ""
@@ -80,6 +80,7 @@ def _cells(figures: Mapping[str, Any]) -> Iterator[str]:
         value = figures[name]
         yield "-" if value is None else f"{rounded(round(value))} {figures['unit']}s"
     yield hours(3600 * figures["step_hours"])
+    yield "-" if figures["goodput"] is None else f"{100 * figures['goodput']:.1f} %"
 
 
 def _cell(value: float | None, form: str) -> str:

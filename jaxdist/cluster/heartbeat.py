@@ -12,10 +12,11 @@ import re
 import statistics
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from jaxdist.files import open_no_follow, write_whole
 from jaxdist.output.units import duration
@@ -57,6 +58,24 @@ LONGEST = 4096
 """Characters of a heartbeat that are read."""
 
 
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
+"""A time that a run may have written."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """How the wall time of one start of a run divides, in seconds."""
+
+    began: Seconds
+    """When the process began, in seconds since 1970."""
+    seconds: dict[str, Seconds] = field(default_factory=dict)
+    """By phase."""
+    first: int | None = None
+    """The step after which it began to take steps; None before."""
+    saves: dict[int, Seconds] = field(default_factory=dict)
+    """Of the last saves: the step, and the seconds of the phase `STEPPING` until then."""
+
+
 @dataclass(frozen=True)
 class Heartbeat:
     """The state of one process. Durations are None while there is nothing to measure yet."""
@@ -76,6 +95,8 @@ class Heartbeat:
     """Median time that a step waits for its batch."""
     ended: int | None = None
     """The exit code; None while the process runs."""
+    spent: Spent | None = None
+    """Of process 0: how its time divides."""
     time: float = 0.0
     """When the file was written, in seconds since 1970."""
 

@@ -25,6 +25,7 @@ from jaxdist.cluster.heartbeat import (
     Heartbeat,
     HeartbeatWriter,
 )
+from jaxdist.cluster.phase_clock import PhaseClock
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.config import RequestError
 from jaxdist.process.exit_codes import DONE, FAILED
@@ -56,6 +57,8 @@ class Watchdog:
         self.seconds = seconds
         self.goes_on: Callable[[], str] = faults.start_again
         """Returns a clause that says where the run resumes after the job has ended."""
+        self.clock = PhaseClock()
+        """How the time of this process divides into phases."""
         self._phase = STARTING
         self.step = 0
         """The step that the run is in, or was in last."""
@@ -111,6 +114,7 @@ class Watchdog:
         self._phase_began = now
         if step is not None:
             self.step = step
+        self.clock.note(phase, self.step)
 
     def where(self) -> str:
         """Return what the run is doing: `stepping, step 7, for 3 s`."""
@@ -227,6 +231,7 @@ class Watchdog:
             since=time.monotonic() - self._phase_began,
             step_seconds=_median(self._step_seconds),
             data_seconds=_median(self._data_seconds),
+            spent=self.clock.read() if self.env.process == 0 else None,
         )
 
 

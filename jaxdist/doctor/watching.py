@@ -13,6 +13,7 @@ from jaxdist.config import RequestError
 from jaxdist.output import units
 from jaxdist.output.tables import table
 from jaxdist.process.exit_codes import OUTCOMES
+from jaxdist.training.goodput import goodput, starts_of
 from jaxdist.training.run_dir import RunFolder
 
 
@@ -43,7 +44,14 @@ def watch(folder: Path) -> dict[str, Any]:
         }
         for beat in beats
     ]
-    return {"run": str(folder), "healthy": not problems, "processes": rows, "problems": problems}
+    spent = goodput(starts_of(run))
+    return {
+        "run": str(folder),
+        "healthy": not problems,
+        "processes": rows,
+        "problems": problems,
+        "goodput": {"text": str(spent), **spent.figures} if spent.starts else None,
+    }
 
 
 def _problems(beats: Sequence[Heartbeat], slow: Mapping[int, str], now: float) -> list[str]:
@@ -85,7 +93,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         times = [_seconds(row[name]) for name in ("for_seconds", "step_seconds", "data_seconds")]
         process, step = str(row["process"]), str(row["step"])
         rows.append((process, row["host"], row["state"], step, heard, about, row["doing"], *times))
-    return [*table(rows), *(result["problems"] or ["nothing is wrong with it"])]
+    spent = [f"goodput: {result['goodput']['text']}"] if result["goodput"] else []
+    return [*table(rows), *(result["problems"] or ["nothing is wrong with it"]), *spent]
 
 
 def _seconds(value: float | None) -> str:

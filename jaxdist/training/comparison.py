@@ -17,6 +17,7 @@ from jaxdist.config import Config, RequestError, leaves
 from jaxdist.request.knobs import unquoted, within
 from jaxdist.request.own_runs import is_of_fit
 from jaxdist.training import history
+from jaxdist.training.goodput import goodput, starts_of
 from jaxdist.training.run_dir import RunFolder
 
 PER_SECOND = "s_per_second"
@@ -52,6 +53,8 @@ class ComparedRun:
     """Time of the steps until then, as in `Point`."""
     training: list[Point] = field(default_factory=list)
     validation: list[Point] = field(default_factory=list)
+    goodput: float | None = None
+    """The share of its wall time in steps that it has kept; None where its folder does not say."""
     per_second: float | None = None
     """Median of the speeds in its lines."""
     config: Config | None = None
@@ -74,6 +77,7 @@ class ComparedRun:
             "units": self.units,
             "units_per_second": self.per_second,
             "step_hours": self.seconds / 3600,
+            "goodput": self.goodput,
         }
 
 
@@ -103,6 +107,7 @@ def read_run(folder: Path) -> ComparedRun:
     _read_lines(run, history.read(files.metrics))
     if not run.training and not run.validation:
         run.notes.append(f"{folder} has no line in metrics.jsonl that can be read: it has no losses to compare")
+    run.goodput = goodput(starts_of(files)).share
     if is_of_fit(folder):
         run.notes.append(f"{folder} holds a run of jaxdist.fit, without a config.toml: its knobs are not compared")
     elif not os.path.isfile(files.config):

@@ -18,7 +18,7 @@ from jaxdist.training.saved_before import what_shows_a_save
 from jaxdist.weights.named import model_folder
 from jaxdist.weights.source import source_of
 
-BEFORE_A_RUN = {".lock", "checkpoints", "heartbeats", KEPT, "slurm", "run.json", "log.txt", "log.txt.1"}
+BEFORE_A_RUN = {".lock", "checkpoints", "heartbeats", KEPT, "slurm", "run.json", "starts.jsonl", "log.txt", "log.txt.1"}
 """Names that may exist in a folder in which no run has begun yet, or one was killed as it began."""
 
 LISTED = 3

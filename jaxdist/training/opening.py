@@ -12,6 +12,7 @@ from jaxdist.cluster.job import Job
 from jaxdist.config import Config
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.engine import Engine
+from jaxdist.training.goodput import keep_start
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_lock import LockLost, RunLock
 
@@ -43,6 +44,11 @@ def opened(folder: RunFolder, config: Config, engine: Engine, job: Job, say: Cal
         checkpoints = stack.enter_context(Checkpoints(folder.path, keep, config.checkpoint.keep_every))
         job.note(STARTING)
         job.log.open(folder.log, rotates=leader())
+        if leader():
+            try:
+                keep_start(folder)
+            except OSError as error:
+                say(f"note        {folder.starts} cannot be written ({error.strerror}): goodput lacks the last start")
         job.watchdog.beat_in(folder.heartbeats)
         found = checkpoints.find_start(config.resume, expected=engine.abstract_logical)
         yield Opened(checkpoints, found, check_lock)

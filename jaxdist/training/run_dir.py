@@ -47,6 +47,7 @@ FILES = (
     "tokenizer.json",
     KEPT_TOKENS,
     "metrics.jsonl",
+    "starts.jsonl",
     "run.json",
     "loss.png",
     "log.txt",
@@ -86,6 +87,7 @@ class RunFolder:
         self.tokenizer = self.path / "tokenizer.json"
         self.special_tokens = self.path / KEPT_TOKENS
         self.metrics = self.path / "metrics.jsonl"
+        self.starts = self.path / "starts.jsonl"
         self.run = self.path / FILE
         self.log = self.path / "log.txt"
         self.checkpoints = self.path / "checkpoints"

@@ -21,12 +21,16 @@ from jaxdist.process.exit_codes import DONE, STOPPED
 from jaxdist.training import history
 from jaxdist.training.ending import CANNOT_RESUME, where_it_resumes
 from jaxdist.training.forward.step import Batch, TrainState
+from jaxdist.training.goodput import Start, goodput, starts_of
 from jaxdist.training.meter import Meter
 from jaxdist.training.metrics import Log
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.profile import Profile
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.save_policy import SavePolicy
+
+LEAST_GOODPUT = 600.0
+"""Seconds of a run whose goodput is said at its end: a shorter one has mainly started and compiled."""
 
 Figures = Mapping[str, float]
 """The figures of a validation, by their names in metrics.jsonl."""
@@ -228,9 +232,9 @@ class Trainer:
 
     def save(self, step: int, state: TrainState) -> None:
         """Save `state` as `step`, in the background. Raises `Diverged`, `LockLost` or `SaveFailed`."""
-        self.job.note(SAVING)
         # The metrics of this step are on disk before its checkpoint is.
         with self.meter.paused():
+            self.job.note(SAVING)
             self.check_lock()
             self.save_policy.save(step, state)
 
@@ -256,7 +260,16 @@ class Trainer:
         self.save_policy.checkpoints.wait()
         self.log.say(f"done        {self.save_policy.outcome()}")
         if leader():
+            self.say_goodput()
             plot_loss(self.folder.metrics, self.folder.plot, self.save_policy.baseline)
+
+    def say_goodput(self) -> None:
+        """Say how much of the run's time went into steps that it has kept, of a run that was not short."""
+        watchdog = self.job.watchdog
+        now = Start(watchdog.clock.read(), watchdog.step, time.time())
+        found = goodput(starts_of(self.folder, now))
+        if found.total >= LEAST_GOODPUT:
+            self.log.say(f"goodput     {found}")
 
 
 def rounds(first: int, last: int, every: int) -> Iterator[range]:

@@ -1,6 +1,7 @@
 """A run that is killed goes on as if nothing had happened: same mesh, same bits; another mesh, the same to 1e-5."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from jaxdist import evaluate, train
 from jaxdist.config import RequestError
 from jaxdist.mesh import devices_asked, parse_mesh
+from jaxdist.training.goodput import goodput, starts_of
 from jaxdist.training.run_dir import RunFolder
 from tests.tiers import exhaustive
 from tests.training.curves import close, lines
@@ -51,14 +53,25 @@ def finished(straight, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["4x1x1", *exhaustive([("1x1x1",)])])
-def test_killed_after_step_7_and_resumed_equals_straight_to_the_bit(run, straight, killed, capsys, mesh):
+def test_killed_after_step_7_and_resumed_equals_straight_to_the_bit(run, straight, killed, capsys, monkeypatch, mesh):
     options = (f"--mesh={mesh}", "--checkpoint.every=7", "--model.dropout=0.1", "--train.accumulation=2")
     whole = straight(*options)
     killed("killed", 7, 7, *options)
+    monkeypatch.setattr("jaxdist.training.trainer.LEAST_GOODPUT", 0.0)
     resumed = run("killed", *options)
-    assert "from the checkpoint of step 7" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "from the checkpoint of step 7" in said
     same(resumed, whole)
     assert [line["step"] for line in lines(resumed) if "loss" in line] == list(range(1, 21))
+    folder = RunFolder(resumed)
+    starts = starts_of(folder)
+    assert [(start.spent.first, start.step, start.ended) for start in starts[1:]] == [(7, 20, 0)]
+    assert len(folder.starts.read_text().splitlines()) == 1
+    found = goodput(starts)
+    assert found.starts == 2
+    assert re.search(r"^goodput {5}\d+\.\d % of 0:\d\d:\d\d in steps that are kept; .*; 2 starts", said, re.MULTILINE)
+    assert min(found.kept, found.compiling, found.restarting, found.saving) > 0
+    assert found.total == pytest.approx(starts[-1].heard - starts[0].spent.began, rel=0.01, abs=0.05)
 
 
 @pytest.mark.slow

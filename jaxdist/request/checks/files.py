@@ -288,6 +288,7 @@ OF_A_RUN = frozenset(
         "tokenizer.json",
         "special_tokens.json",
         "metrics.jsonl",
+        "starts.jsonl",
         "log.txt",
         "log.txt.1",
         "loss.png",
