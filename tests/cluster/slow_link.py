@@ -27,8 +27,9 @@ def sent():
 
 figures = Meter._figures
 
-def counting(self, step, metrics):
-    values = figures(self, step, metrics)
+def counting(self, one, metrics):
+    values = figures(self, one, metrics)
+    step = one.steps[-1]
     if step in (FIRST, LAST):
         ended = time.monotonic()
         # What is still in buffers leaves the host, and the other process has nothing more to wait for.
