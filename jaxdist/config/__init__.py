@@ -192,6 +192,8 @@ class DataConfig(Section):
     """How rows are filled. cut: one stream is cut, a conversation has its own; best-fit: with whole documents."""
     augment: Literal["none", "crop", "crop-flip"] = "none"
     """Augmentation of training images. crop: shift by up to an eighth of the size; flip: mirror half of the time."""
+    skip: str = ""
+    """Batches to leave out, such as 1200-1450,2000: batch n is that of step n where none is left out; empty: none."""
     prefetch: Annotated[int, Field(ge=1, le=2**10)] = 2
     """Batches that the data loader prepares ahead of the step."""
 

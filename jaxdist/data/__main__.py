@@ -55,7 +55,7 @@ ALL_AS_BEFORE = "every byte of the data, and of the tokens in the cache, is what
 
 NOTHING_WRONG = "nothing is wrong with what there was to compare"
 
-OF_ROWS = ("data.changed", "data.pack", "data.augment", "data.prefetch")
+OF_ROWS = ("data.changed", "data.pack", "data.augment", "data.skip", "data.prefetch")
 """Knobs of data that say nothing of what is read."""
 
 USED = (*(name for name in KNOBS if within(name, ["data"]) and name not in OF_ROWS), "model.sequence", "model.vocab")

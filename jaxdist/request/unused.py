@@ -129,6 +129,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "data.dtype": (text,),
     "data.pack": (text,),
     "data.augment": (images,),
+    "data.skip": ALWAYS,
     "data.prefetch": ALWAYS,
     "optimizer.name": ALWAYS,
     "optimizer.learning_rate": ALWAYS,

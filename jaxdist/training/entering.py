@@ -11,7 +11,7 @@ from jaxdist.huggingface.folder import KEPT
 from jaxdist.request.pretrained import as_asked
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.mixture_record import MixtureRecord, asked_by, check_mixture
-from jaxdist.training.resume_check import lengthened, other_data, refusal
+from jaxdist.training.resume_check import lengthened, other_batches, other_data, refusal
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import SAVED, run_facts
 from jaxdist.training.saved_before import what_shows_a_save
@@ -137,6 +137,7 @@ def _continuing(folder: RunFolder, config: Config, steps: list[int]) -> Config:
     from_step = int(config.resume) if config.resume.isdecimal() else max(steps)
     if config.data.mixture and not config.data.tokenizer and _has_own_tokenizer(folder, config, old):
         config = config.with_knobs({"data.tokenizer": folder.tokenizer_source})
+    _check_left_out(folder, config, old, from_step)
     asked = as_asked(config)
     longer = lengthened(old, asked, from_step)
     if longer:
@@ -149,6 +150,16 @@ def _continuing(folder: RunFolder, config: Config, steps: list[int]) -> Config:
     _check_mixture(folder, config, from_step)
     _check_finished(folder, config, old)
     return config
+
+
+def _check_left_out(folder: RunFolder, config: Config, old: Config, step: int) -> None:
+    """Raise `RequestError` where other batches are left out than before `step`, from where the run goes on."""
+    problem = other_batches(old, config, step)
+    if problem:
+        raise RequestError(f"run folder {folder.path} holds a run with another config: {problem}")
+    if config.data.skip != old.data.skip:
+        there, here = old.data.skip or "empty", config.data.skip or "empty"
+        folder.notes.append(f"data.skip was {there} and is {here}: other batches are left out after step {step}")
 
 
 def _check_finished(folder: RunFolder, config: Config, old: Config) -> None:

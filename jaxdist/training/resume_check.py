@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxdist.config import Config, leaves
+from jaxdist.config.left_out import batches_until, first_difference, ranges_of, steps_before
 from jaxdist.mesh import crossing
 from jaxdist.optimizers.schedules import SCHEDULES
 from jaxdist.request.reading import usual_warmup
@@ -14,6 +15,7 @@ FREE_ON_RESUME = (
     "data.path",
     "data.validation_path",
     "data.changed",
+    "data.skip",
     "data.on_error",
     "data.dtype",
     "data.prefetch",
@@ -32,7 +34,8 @@ FREE_ON_RESUME = (
     "fault",
 )
 """Keys (or whole sections) that may differ when a run is resumed: they do not change what is learned, or what they
-change is compared elsewhere (where the data are and how they are read, by the fingerprint of what was read).
+change is compared elsewhere (where the data are and how they are read, by the fingerprint of what was read; which
+batches are left out, by `other_batches`).
 
 PipeDream's updates depend on stages and on when the pipeline is drained. There, `pipeline`, and how often a run
 validates or saves, change what is learned; with `parallel.delayed_gradients`, that and whether there are replicas."""
@@ -97,6 +100,23 @@ def other_data(old: Config, new: Config) -> str:
     names = ("data.path", "data.validation_path")
     there, here = leaves(old), leaves(new)
     return ", ".join(f"{name} ({there[name]} there, {here[name]} here)" for name in names if there[name] != here[name])
+
+
+def other_batches(old: Config, new: Config, step: int) -> str:
+    """Return why a run cannot go on from `step` and leave out other batches than before, as the end of a sentence.
+
+    It is empty where both take the same batches up to that step.
+    """
+    before, after = ranges_of(old.data.skip), ranges_of(new.data.skip)
+    batch = first_difference(before, after)
+    if batch is None or batch > batches_until(before, step):
+        return ""
+    there, here = old.data.skip or "empty", new.data.skip or "empty"
+    return (
+        f"data.skip ({there} there, {here} here) differs from batch {batch} on, and step {step} has taken batch "
+        f"{batches_until(before, step)}; ask for the same, or go back, by --resume, to step "
+        f"{steps_before(before, batch)} or one before it"
+    )
 
 
 def refusal(old: Config, new: Config) -> str:

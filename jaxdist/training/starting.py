@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from jaxdist.config.left_out import batches_until, ranges_of
 from jaxdist.mesh import REPLICA
 from jaxdist.models import Params
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
@@ -19,6 +20,7 @@ def save_policy_of(run: Run, checkpoints: Checkpoints, base: Base | NoBase) -> S
     """Return when `run` is saved, and what is in its checkpoints; `base` is what stands beside its parameters."""
     task = run.task
     train = run.config.train
+    left_out = ranges_of(run.config.data.skip)
 
     def facts(step: int) -> dict[str, Any]:
         return {
@@ -31,7 +33,8 @@ def save_policy_of(run: Run, checkpoints: Checkpoints, base: Base | NoBase) -> S
 
     def ends_epoch(step: int) -> bool:
         rows = train.global_batch_size
-        return step * rows // task.rows > (step - 1) * rows // task.rows
+        now, before = (batches_until(left_out, number) * rows // task.rows for number in (step, step - 1))
+        return now > before
 
     return SavePolicy(
         run.engine,

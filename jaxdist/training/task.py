@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxdist.config import RequestError
+from jaxdist.config.left_out import Ranges, batches_until, ranges_of
 from jaxdist.data.batches import AbstractBatch, Batch, BatchLayout
 from jaxdist.data.corpus import Corpus
 from jaxdist.data.images import Images
@@ -168,7 +169,8 @@ class Task(ABC, Generic[ModelT]):
 
     def about_data(self) -> list[tuple[str, str]]:
         """Return the (name, text) of each line of the summary about the data."""
-        return [("data", self.data.source)]
+        skip = self.config.data.skip
+        return [("data", self.data.source), *([("", f"without batches {skip} (data.skip)")] if skip else [])]
 
     @property
     def fingerprint(self) -> str:
@@ -222,14 +224,25 @@ class Task(ABC, Generic[ModelT]):
             )
         return rows
 
-    def rows_after(self, step: int) -> np.ndarray:
-        """Return the numbers of the rows of the step that follows `step` steps: a function of (seed, step) alone."""
+    def rows_after(self, batches: int) -> np.ndarray:
+        """Return the numbers of the rows of the batch after that many batches: a function of (seed, batches) alone."""
         train = self.config.train
-        return global_rows(train.seed, step, train.global_batch_size, self.rows)
+        return global_rows(train.seed, batches, train.global_batch_size, self.rows)
+
+    def batches_until(self, step: int) -> int:
+        """Return how many batches of the order were taken, or left out by `data.skip`, when `step` has taken its own.
+
+        It is the same as `step` where none is left out.
+        """
+        return batches_until(self._left_out, step)
+
+    @cached_property
+    def _left_out(self) -> Ranges:
+        return ranges_of(self.config.data.skip)
 
     def batch_after(self, step: int) -> Batch:
         """Return the global batch of the step that follows `step` steps."""
-        return self.batch(self.rows_after(step), step)
+        return self.batch(self.rows_after(self.batches_until(step + 1) - 1), step)
 
     def abstract_batch(self) -> AbstractBatch:
         """Return shapes and shardings of the batch of one training step."""

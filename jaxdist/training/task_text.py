@@ -160,7 +160,7 @@ class TextTask(Task[Model]):
             return
         assert "mixture" not in self.__dict__, "rows were drawn before"
         batch = self.config.train.global_batch_size
-        row = facts["step"] * batch
+        row = self.batches_until(facts["step"]) * batch
         self.record = self._as_here(there).going_on(self.record, row, self.config.data.changed, batch, folder)
 
     def _as_here(self, there: MixtureRecord) -> MixtureRecord:
@@ -183,12 +183,12 @@ class TextTask(Task[Model]):
             return None
         return Mixture(self.config.train.seed, self.record.rows, self.record.phases)
 
-    def rows_after(self, step: int) -> np.ndarray:
-        """Return the numbers of the rows of that step, of a mixture as `MixedRows` counts them."""
+    def rows_after(self, batches: int) -> np.ndarray:
+        """Return the numbers of the rows of that batch, of a mixture as `MixedRows` counts them."""
         if self.mixture is None:
-            return super().rows_after(step)
+            return super().rows_after(batches)
         batch = self.config.train.global_batch_size
-        source, row = self.mixture.rows(step * batch + np.arange(batch, dtype=np.int64))
+        source, row = self.mixture.rows(batches * batch + np.arange(batch, dtype=np.int64))
         return self._firsts[source] + row
 
     @cached_property
@@ -307,10 +307,10 @@ class PreferenceTask(TextTask):
         """Return the loss of each pair under the model that the objective names."""
         return loss_of(self.config.train).baseline(self.config.model.vocab)
 
-    def rows_after(self, step: int) -> np.ndarray:
-        """Return the numbers of the rows of that step: both of each pair, side by side."""
+    def rows_after(self, batches: int) -> np.ndarray:
+        """Return the numbers of the rows of that batch: both of each pair, side by side."""
         train = self.config.train
-        pairs = global_rows(train.seed, step, train.global_batch_size // 2, self.rows // 2)
+        pairs = global_rows(train.seed, batches, train.global_batch_size // 2, self.rows // 2)
         return (2 * pairs[:, None] + np.arange(2)).ravel()
 
     def batch(self, rows: np.ndarray, step: int) -> Batch:

@@ -14,7 +14,7 @@ from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import note_saved, run_facts
 from tests.training.conftest import SMALL, over
 from tests.training.curves import lines
-from tests.training.test_resume import without_times
+from tests.training.test_resume import same, without_times
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,20 @@ def damage(folder: Path, step: int) -> None:
     content = bytearray(array.read_bytes())
     content[100] ^= 1
     array.write_bytes(content)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_back_to_leave_batches_out_is_one_that_never_had_them(options, copy, tmp_path, capsys):
+    """It stops within the batches that are left out, and goes on there."""
+    skip = "--data.skip=12-14,17"
+    assert train.main([*options, f"--run-dir={tmp_path / 'whole'}", skip]) == 0
+    assert train.main([*options, f"--run-dir={copy}", skip, "--resume=10"]) == 0
+    said = capsys.readouterr().err
+    assert "data.skip was empty and is 12-14,17: other batches are left out after step 10" in said
+    assert "without batches 12-14,17 (data.skip)" in said
+    same(copy, tmp_path / "whole")
+    with pytest.raises(RequestError, match="differs from batch 12 on, and step 20 has taken batch 24"):
+        train.main([*options, f"--run-dir={copy}"])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Check the length of the run, the schedule, the update rule, and the steps to profile."""
+"""Check the length of the run, the batches that it leaves out, the schedule, and the steps to profile."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from jaxdist.config import Config
+from jaxdist.config.left_out import batches_until, problem_of, ranges_of
 from jaxdist.request.checks.registry import check
 from jaxdist.request.knobs import shown
 
@@ -45,6 +46,29 @@ def _last_rate(config: Config) -> Iterator[str]:
         yield (
             f"optimizer.learning_rate {rate:g} x optimizer.final {final:g}, the learning rate at the end, becomes "
             "infinity in float32; lower optimizer.final"
+        )
+
+
+@check("data.skip")
+def _left_out(config: Config) -> Iterator[str]:
+    text = config.data.skip
+    problem = problem_of(text)
+    if problem:
+        yield f"data.skip is {shown(text)}: {problem}"
+
+
+@check("data.skip", "train.steps", "train.epochs")
+def _left_out_in_time(config: Config) -> Iterator[str]:
+    text = config.data.skip
+    steps = config.train.steps
+    if not text or problem_of(text) or config.train.epochs or not steps:
+        return
+    ranges = ranges_of(text)
+    last = batches_until(ranges, steps)
+    if ranges[-1][0] > last:
+        yield (
+            f"data.skip {text} has batch {ranges[-1][0]}, but the last batch of train.steps {steps} is {last}; leave "
+            "it out, or train longer"
         )
 
 
