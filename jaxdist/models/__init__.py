@@ -26,6 +26,7 @@ from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.models.layers import Attend
 from jaxdist.models.llama import Llama
 from jaxdist.models.moe import Moe
+from jaxdist.models.parameters import ahead
 from jaxdist.models.projections import modules_of, parameters_of
 from jaxdist.sharding import LAYERS, ONE_DEVICE, STEERED, Layout, LogicalAxes, Params, name_of, wide
 
@@ -109,7 +110,7 @@ class Model:
 
     def init(self, key: Key[Array, ""]) -> Params:
         """Return parameters, with the same bits on every mesh, and with or without adapters beside them."""
-        rngs = nnx.Rngs(params=key, adapters=jax.random.fold_in(key, 1))
+        rngs = ahead(nnx.Rngs(params=key, adapters=jax.random.fold_in(key, 1)))
         params = parameters_of(nnx.to_pure_dict(nnx.state(self.make(rngs))))
         return jax.tree.map(lambda w, a: w.astype(a.dtype), params, self.abstract)
 

@@ -19,6 +19,7 @@ from jaxdist.models.inputs import BlockInputs
 from jaxdist.models.layers import Attend, CausalAttention
 from jaxdist.models.loss import cross_entropy, row_losses
 from jaxdist.models.norms import norm_of
+from jaxdist.models.parameters import ahead
 from jaxdist.models.scores import soft_capped
 from jaxdist.models.stored_weight import store
 from jaxdist.parallel.tensor import einsum, enter
@@ -133,6 +134,7 @@ class Decoder(nnx.Module):
         """
 
         def make(rngs: nnx.Rngs) -> Block:
+            rngs = ahead(rngs)
             block = cls.make_block(config, config.kinds[kind], layout, rngs)
             store(block, config)
             return adapt(block, config, layout, rngs)

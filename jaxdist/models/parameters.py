@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +13,75 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxdist.config.matmuls import Matmul
 
+WORDS = 4
+"""Random words of 32 bits that make a normal number, each drawn with a key of its own."""
 
-def normal(key: Key[Array, ""], shape: Sequence[int], scale: float) -> Float[Array, "..."]:
+AHEAD = 16
+"""Parameters whose keys are made together."""
+
+
+class _Ahead(nnx.RngStream):
+    """A stream that splits the keys of its next parameters in one call of the generator.
+
+    XLA compiles the generator anew wherever it is called: as the keys of each parameter were split apart, compiling
+    them took as long as compiling all that is drawn with them.
+    """
+
+    def __init__(self, key: Key[Array, ""], tag: str):
+        super().__init__(key, tag=tag)
+        self._taken = 0
+        self._prepare()
+
+    def _prepare(self) -> None:
+        numbers = jnp.arange(self._taken, self._taken + AHEAD, dtype=jnp.uint32)
+        self._keys = jax.vmap(partial(jax.random.fold_in, self.key[...]))(numbers)
+        self._split = jax.vmap(lambda key: jax.random.split(key, WORDS))(self._keys)
+
+    def _next(self) -> int:
+        """Return the place of the next key among those that are made, which may be made now."""
+        if self._taken and self._taken % AHEAD == 0:
+            self._prepare()
+        self._taken += 1
+        return (self._taken - 1) % AHEAD
+
+    def __call__(self) -> Key[Array, "4"]:
+        """Return the keys of the next parameter, as `normal` takes them."""
+        place = self._next()
+        return self._split[place]
+
+    def split(self, k: int | tuple[int, ...]) -> nnx.RngStream:
+        """Return the stream that any other would return."""
+        place = self._next()
+        return nnx.RngStream(jax.random.split(self._keys[place], k), tag=self.tag)
+
+
+def ahead(rngs: nnx.Rngs) -> nnx.Rngs:
+    """Return streams, of which nothing was drawn, for parameters with the same bits in a smaller program."""
+    found = nnx.Rngs()
+    for name, stream in rngs.items():
+        setattr(found, name, _Ahead(stream.key[...], name))
+    return found
+
+
+def normal(key: Key[Array, "*4"], shape: Sequence[int], scale: float) -> Float[Array, "..."]:
     """Draw normal numbers (standard deviation `scale`, cut at 4.9 of them): the same bits on every mesh and backend.
+
+    `key` may be split already, into `WORDS`.
 
     The sum of eight uniform 16-bit integers (Irwin-Hall, excess kurtosis -0.15) is exact, and one multiplication
     follows. The usual inverse error function is not reproducible: its last bit depends on how XLA fuses it, which
     depends on the layout of the result.
     """
-    n = 8
+    n = 2 * WORDS
     bits = 16
+    keys = key if key.ndim else jax.random.split(key, WORDS)
 
     def add(total: Int[Array, "..."], key: Key[Array, ""]) -> tuple[Int[Array, "..."], None]:
         word = jax.random.bits(key, shape, jnp.uint32)  # two of the integers
         return total + ((word >> bits) + (word & (2**bits - 1))).astype(jnp.int32), None
 
     # A loop over the keys, because the generator is compiled anew for each parameter.
-    total, _ = jax.lax.scan(add, jnp.zeros(shape, jnp.int32), jax.random.split(key, n // 2))
+    total, _ = jax.lax.scan(add, jnp.zeros(shape, jnp.int32), keys)
     deviation = 2**bits * math.sqrt(n / 12)
     return (2 * total - n * (2**bits - 1)).astype(jnp.float32) * jnp.float32(scale / deviation / 2)
 

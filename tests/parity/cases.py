@@ -140,8 +140,8 @@ def train(
     forward.reported = lambda aux, batch: {"blocks": aux} if aux else {}
     crossing = Compressed(compression, shape["replica"]) if compression else None
     step = Step(forward, optimizer, max_norm=max_norm, keep=keep, crossing=crossing)
+    initial = weights(model.model_copy(update={"remat": "none"}))
     with jax.set_mesh(devices):
-        initial = weights(model.model_copy(update={"remat": "none"}))
         dtypes = jax.tree.map(lambda a: param_dtype if a.dtype == jnp.float32 else a.dtype, initial)
         params = jax.tree.map(lambda a, to: jax.device_put(a.astype(to), replicated(devices)), initial, dtypes)
         start = jax.jit(lambda params: step.start(step.place(params)))(step.folded(params))
