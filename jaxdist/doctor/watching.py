@@ -9,10 +9,12 @@ from typing import Any
 
 from jaxdist.cluster import heartbeat
 from jaxdist.cluster.heartbeat import Heartbeat
-from jaxdist.config import RequestError
+from jaxdist.config import Config, RequestError
+from jaxdist.doctor.learning import remarks
 from jaxdist.output import units
 from jaxdist.output.tables import table
 from jaxdist.process.exit_codes import OUTCOMES
+from jaxdist.training import history
 from jaxdist.training.goodput import goodput, starts_of
 from jaxdist.training.run_dir import RunFolder
 
@@ -50,8 +52,19 @@ def watch(folder: Path) -> dict[str, Any]:
         "healthy": not problems,
         "processes": rows,
         "problems": problems,
+        "remarks": remarks(history.read(run.metrics), _config_of(run)),
         "goodput": {"text": str(spent), **spent.figures} if spent.starts else None,
     }
+
+
+def _config_of(run: RunFolder) -> Config | None:
+    """Return the configuration of the run; None where it has none, as one of `jaxdist.fit`, or none that is valid."""
+    if not run.config.is_file():
+        return None
+    try:
+        return run.own_config()
+    except RequestError:
+        return None
 
 
 def _problems(beats: Sequence[Heartbeat], slow: Mapping[int, str], now: float) -> list[str]:
@@ -93,8 +106,9 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         times = [_seconds(row[name]) for name in ("for_seconds", "step_seconds", "data_seconds")]
         process, step = str(row["process"]), str(row["step"])
         rows.append((process, row["host"], row["state"], step, heard, about, row["doing"], *times))
+    learned = [f"metrics: {remark}" for remark in result["remarks"]]
     spent = [f"goodput: {result['goodput']['text']}"] if result["goodput"] else []
-    return [*table(rows), *(result["problems"] or ["nothing is wrong with it"]), *spent]
+    return [*table(rows), *(result["problems"] or ["nothing is wrong with it"]), *learned, *spent]
 
 
 def _seconds(value: float | None) -> str:

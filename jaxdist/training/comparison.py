@@ -151,9 +151,13 @@ def _unit(line: Mapping[str, Any]) -> str:
 def number(line: Mapping[str, Any], name: str) -> float | None:
     """Return the finite number of that name in a line of metrics.jsonl; None where there is none."""
     value = line.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:
+        # An integer may be larger than any float.
+        return None
 
 
 def differing_knobs(runs: Sequence[ComparedRun]) -> dict[str, list[str | None]]:
