@@ -10,14 +10,17 @@ hold only what differs from it.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from jaxdist.config import RequestError, listed, nearest
 from jaxdist.files import read_toml
@@ -25,20 +28,25 @@ from jaxdist.output.units import multiples
 from jaxdist.planning.hardware import GPUS, PRESETS
 from jaxdist.planning.rates import Rates
 from jaxdist.process.gpu_memory import GPU_SHARE
+from jaxdist.request.knobs import sentence, shown
 
 UNLIMITED = 2**62
 """GPUs of the only site."""
+
+Number = Annotated[int, Field(ge=1, le=10**6)]
+Bandwidth = Annotated[float, Field(ge=1, le=1e18)]
+Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
 class Link:
     """The link over which one GPU sends to the next rank of a ring."""
 
-    bandwidth: float
+    bandwidth: Bandwidth
     """Bytes per second, one way: measured where a measurement is cited, else from the data sheet."""
-    latency: float
+    latency: Annotated[float, Field(ge=0, le=10)]
     """Seconds of one hop."""
-    pair: float = 0.0
+    pair: Bandwidth = 0.0
     """Bytes per second from one GPU to one other, where each has separate links to the others of its host; 0 where a
     switch lets it reach any of them over all its links."""
 
@@ -53,29 +61,29 @@ class Cluster:
     """Hosts with the same GPUs. Sizes in bytes, rates per second."""
 
     name: str
-    gpu: str
+    gpu: Annotated[str, Field(min_length=1)]
     """Its name in `hardware.GPUS`, or any other."""
-    per_host: int
-    memory: float
+    per_host: Number
+    memory: Annotated[float, Field(ge=1, le=1e15)]
     """The memory of one GPU that a program can use: as much as a run lets JAX take."""
-    peak: float
+    peak: Annotated[float, Field(ge=1, le=1e21)]
     """Dense bfloat16 FLOP/s of one GPU."""
-    matmul: float
+    matmul: Annotated[float, Field(ge=0.001, le=1)]
     """The share of the peak that the best matmul reaches, 0 to 1."""
-    bandwidth: float
+    bandwidth: Bandwidth
     """The bandwidth of a GPU's memory."""
     inside: Link
     """The link between the GPUs of a host."""
     across: Link
     """The link between hosts: one GPU's share of the network cards."""
-    overlap: float
+    overlap: Annotated[float, Field(ge=1, le=2)]
     """Computing and communicating at once takes max + (overlap - 1) x min of the two: 1 hides all, 2 nothing."""
     sources: tuple[str, ...]
-    hosts_per_site: int = 0
+    hosts_per_site: Number = 0
     """The number of hosts of a site; 0 where all hosts are in one site."""
     between: Link | None = None
     """The link between sites: all that a site sends to other sites, in bytes per second; None for one site."""
-    watts: float = 0.0
+    watts: Annotated[float, Field(ge=1, le=1e5)] = 0.0
     """The most that one GPU draws; 0 where it is not known."""
     efficiency: tuple[tuple[str, float], ...] = ()
     """Constants of `rates.Rates` that are those of this cluster, and their values: fitted to steps of its own."""
@@ -124,19 +132,13 @@ def cluster(name_or_file: str) -> Cluster:
         raise RequestError(_no_cluster("cluster", name_or_file, name_or_file))
     given = _with_base(path, ())
     given = {**_known_of_gpu(given.get("gpu")), **given}
-    problems = list(_problems(given))
+    problems = [*_unknown(given), *_half_of_sites(given)]
+    constants, wrong_constants = _read_as(dict[str, Factor], given.pop(EFFICIENCY, {}), EFFICIENCY)
+    found, wrong = _read_as(Cluster, given | {"name": path.stem})
+    problems += wrong + wrong_constants
     if problems:
         raise RequestError(*(f"{path}: {problem}" for problem in problems))
-    # TOML may write a whole number where a float is meant.
-    values: dict[str, Any] = {}
-    for side in (*SIDES, BETWEEN):
-        if side in given:
-            values[side] = Link(**{key: float(value) for key, value in given.pop(side).items()})
-    values[EFFICIENCY] = tuple((name, float(value)) for name, value in given.pop(EFFICIENCY, {}).items())
-    sources = tuple(given.pop("sources"))
-    for key, value in given.items():
-        values[key] = value if key in ("gpu", *COUNTS) else float(value)
-    return Cluster(name=path.stem, **values, sources=sources)
+    return replace(found, efficiency=tuple(constants.items()))
 
 
 def _path_of(name_or_file: str, folder: Path | None = None) -> Path | None:
@@ -257,112 +259,89 @@ EFFICIENCY = "efficiency"
 OF_GPU = ("memory", "peak", "bandwidth", "watts", EFFICIENCY)
 """The keys whose values are those of the GPU."""
 
-SIDES = ("inside", "across")
-"""The links that every cluster has."""
-
 BETWEEN = "between"
 """The link that only a cluster of several sites has."""
+
+LINKS = ("inside", "across", BETWEEN)
 
 PER_SITE = "hosts_per_site"
 """The other key that only a cluster of several sites has."""
 
-COUNTS = ("per_host", PER_SITE)
-"""The keys whose values are whole numbers."""
-
-BOUNDS = {
-    "per_host": (1, 10**6, ""),
-    "hosts_per_site": (1, 10**6, ""),
-    "memory": (1, 1e15, "bytes"),
-    "peak": (1, 1e21, "FLOP/s"),
-    "matmul": (0.001, 1, "a share of the peak"),
-    "bandwidth": (1, 1e18, "bytes per second"),
-    "pair": (1, 1e18, "bytes per second"),
-    "latency": (0, 10, "seconds"),
-    "watts": (1, 1e5, "watts"),
-    "overlap": (1, 2, ""),
+KEYS = {
+    "": tuple(field.name for field in fields(Cluster) if field.name != "name"),
+    **dict.fromkeys(LINKS, ("bandwidth", "latency")),
+    "inside": ("bandwidth", "latency", "pair"),
+    EFFICIENCY: tuple(field.name for field in fields(Rates)),
 }
-"""The range of each number, and its unit. A wrong unit, such as GB for bytes, can lie within the range: messages
-therefore name it."""
+"""The keys of a file, and of each of its tables."""
+
+FORMS = {
+    **dict.fromkeys(LINKS, "must be a table; write [{}] with bandwidth and latency"),
+    EFFICIENCY: "must be a table; write [{}] with a line for each constant",
+    "gpu": "must be the name of a GPU, in quotes",
+    "sources": 'must be a list of texts, such as ["measured on our machine"]',
+}
+"""How what is no number is written."""
+
+UNITS = {
+    "memory": "bytes",
+    "peak": "FLOP/s",
+    "matmul": "a share of the peak",
+    "bandwidth": "bytes per second",
+    "pair": "bytes per second",
+    "latency": "seconds",
+    "watts": "watts",
+}
+"""A wrong unit, such as GB for bytes, may give a number that is possible: messages name the right one."""
 
 
-def _problems(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each key of a file that is missing, wrong or not known."""
-    optional = [BASE, PER_SITE, BETWEEN, "watts", EFFICIENCY]
-    required = [field.name for field in fields(Cluster) if field.name not in ("name", *optional)]
-    yield from _table_problems(given, required, optional=optional)
+def _unknown(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each key of a file that is not known."""
+    for name, known in KEYS.items():
+        held = given.get(name) if name else given
+        unknown = [key for key in held if key not in known] if isinstance(held, dict) else []
+        prefix = f"{name}." if name else ""
+        sentences = (f"unknown key '{prefix}{key}'; {nearest(key, known)}" for key in unknown)
+        yield from listed(sentences, len(unknown), "unknown keys")
+
+
+def _half_of_sites(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence where a file has one of the two keys of several sites."""
     if BETWEEN in given and PER_SITE not in given:
         yield f"[{BETWEEN}] is given, but {PER_SITE} is missing; set it to the number of hosts of a site"
     if PER_SITE in given and BETWEEN not in given:
         yield (
             f"{PER_SITE} is given, but the link between sites is missing; write [{BETWEEN}] with bandwidth and latency"
         )
-    if isinstance(given.get(EFFICIENCY), dict):
-        yield from _efficiency_problems(given[EFFICIENCY])
-    for side in (*SIDES, BETWEEN):
-        if isinstance(given.get(side), dict):
-            optional = ["pair"] if side == "inside" else []
-            yield from _table_problems(given[side], ["bandwidth", "latency"], f"{side}.", optional)
 
 
-def _table_problems(
-    given: Mapping[str, Any], required: Sequence[str], prefix: str = "", optional: Sequence[str] = ()
-) -> Iterator[str]:
-    """Yield a sentence for each key of one table that is missing, wrong or not known."""
-    known = [*required, *optional]
-    unknown = [key for key in given if key not in known]
-    sentences = (f"unknown key '{prefix}{key}'; {nearest(key, known)}" for key in unknown)
-    yield from listed(sentences, len(unknown), "unknown keys")
-    for key in known:
-        if key in given:
-            wrong = _wrong(key, given[key])
-            if wrong:
-                yield f"{prefix}{key} is {json.dumps(given[key], default=str)}: {wrong}"
-        elif key in required:
-            yield f"{prefix}{key} is missing; set it{_unit(key)}"
+def _read_as(kind: Any, given: Any, *table: str) -> tuple[Any, list[str]]:
+    """Return what a file says, or its `table`, as a value of `kind`; and a sentence for each key that is wrong."""
+    try:
+        # As JSON, where pydantic takes a list for a tuple, but neither text nor true for a number.
+        return TypeAdapter(kind).validate_json(json.dumps(given, default=str), strict=True), []
+    except ValidationError as invalid:
+        return None, [_sentence(error, given, table) for error in invalid.errors()]
 
 
-def _efficiency_problems(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each constant that is wrong or not known."""
-    known = [field.name for field in fields(Rates)]
-    for key, value in given.items():
-        if key not in known:
-            yield f"unknown key '{EFFICIENCY}.{key}'; {nearest(key, known)}"
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            yield f"{EFFICIENCY}.{key} is {json.dumps(value, default=str)}: must be a number above 0"
-
-
-def _wrong(key: str, value: Any) -> str:
-    """Return what is wrong with the value of a key; empty where nothing is."""
-    if key == EFFICIENCY:
-        return "" if isinstance(value, dict) else f"must be a table; write [{key}] with a line for each constant"
-    if key in (*SIDES, BETWEEN):
-        return "" if isinstance(value, dict) else f"must be a table; write [{key}] with bandwidth and latency"
-    if key == "gpu":
-        return "" if isinstance(value, str) and value else "must be the name of a GPU, in quotes"
-    if key == "sources":
-        texts = isinstance(value, list) and all(isinstance(source, str) for source in value)
-        return "" if texts else 'must be a list of texts, such as ["measured on our machine"]'
-    # A bool is an int in Python, not in TOML.
-    if key in COUNTS and (isinstance(value, bool) or not isinstance(value, int)):
-        return f"must be a whole number{_unit(key)}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return f"must be a number{_unit(key)}"
-    least, most, _ = BOUNDS[key]
-    if least <= value <= most:
-        return ""
-    return f"must be from {least:g} to {most:g}{_unit(key)}"
-
-
-def _unit(key: str) -> str:
-    """Return the unit of a key as the end of a message; empty where it has none."""
-    *_, unit = BOUNDS.get(key, ("",))
-    return f", in {unit}" if unit else ""
+def _sentence(error: ErrorDetails, given: Any, table: Sequence[str]) -> str:
+    """Return one of pydantic's errors in a sentence, with the unit of the number."""
+    path = [part for part in error["loc"] if isinstance(part, str)]
+    key = (*table, *path)[-1]
+    name = ".".join((*table, *path))
+    unit = f", in {UNITS[key]}" if key in UNITS else ""
+    if error["type"] == "missing":
+        return f"{name} is missing; set it{unit}"
+    value = reduce(getitem, path, given)
+    if key in FORMS:
+        return f"{name} is {shown(value)}: {FORMS[key].format(key)}"
+    return sentence(name, value, error, None) + unit
 
 
 def to_toml(cluster: Cluster, comments: Sequence[str]) -> str:
     """Return TOML from which `cluster` reads an equal cluster, except for the name; `comments` come first."""
     values = asdict(cluster)
-    links = {side: values.pop(side) for side in (*SIDES, BETWEEN)}
+    links = {side: values.pop(side) for side in LINKS}
     efficiency = values.pop(EFFICIENCY)
     if cluster.between is None:
         del links[BETWEEN], values[PER_SITE]

@@ -96,7 +96,7 @@ def test_a_wrong_constant_in_a_file_is_named(tmp_path):
         cluster(str(path))
     assert [problem.partition(": ")[2] for problem in error.value.problems] == [
         "unknown key 'efficiency.matmull'; did you mean 'matmul'?",
-        "efficiency.network is 0: must be a number above 0",
+        "efficiency.network is 0: must be more than 0",
     ]
 
 
