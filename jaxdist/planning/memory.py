@@ -24,9 +24,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from jaxdist.config import Config
 from jaxdist.config.stacks import path_to, stacks_of
@@ -39,48 +41,49 @@ from jaxdist.planning.frozen import made_of_codes
 from jaxdist.planning.memory_habits import UPDATED, Arrays, as_held
 from jaxdist.planning.parameter_layout import Placed, by_precision
 from jaxdist.planning.pipelines import Pipeline
-from jaxdist.planning.predicted_collectives import F32
+from jaxdist.planning.predicted_collectives import F32, Count
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.step_bytes import Elements
+from jaxdist.sharding import Layout
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per device."""
+    """Bytes per device: whole numbers, or in `held` also arrays of many devices."""
 
-    parameters: int = 0
-    optimizer: int = 0
-    copy: int = 0
+    parameters: Count = 0
+    optimizer: Count = 0
+    copy: Count = 0
     """The parameters in the compute dtype, where they are kept between steps (precision mixed)."""
-    batch: int = 0
-    gradients: int = 0
+    batch: Count = 0
+    gradients: Count = 0
     """Sums in f32, and the gradients of one micro-batch beside them: an estimate."""
-    weights: int = 0
+    weights: Count = 0
     """Weights that are cast or gathered, at the start of a step or layer by layer: an estimate."""
-    activations: int = 0
+    activations: Count = 0
     """Activations that the forward pass leaves for the backward pass: an estimate."""
-    working: int = 0
+    working: Count = 0
     """Arrays that exist only for a moment in either pass: an estimate."""
-    variables: int = 0
+    variables: Count = 0
     """Batch statistics, and keys and counts of random numbers."""
-    in_flight: int = 0
+    in_flight: Count = 0
     """What a step leaves for the next: a delayed gradient, which is exact; or buffers of an asynchronous pipeline, of
     which versions of the weights and batches are exact, and activations are an estimate."""
-    errors: int = 0
+    errors: Count = 0
     """The residual of gradient compression: f32."""
-    common: int = 0
+    common: Count = 0
     """Parameters and momentum of the last outer step, which local steps keep beside each replica's parameters: f32."""
-    host: int = 0
+    host: Count = 0
     """Moments and masters that are in host memory between steps, and not on the device: exact."""
-    host_activations: int = 0
+    host_activations: Count = 0
     """Inputs of layers that are in host memory from the forward pass to the backward pass: exact."""
-    host_traffic: int = 0
+    host_traffic: Count = 0
     """Bytes that cross the link between the device and its host in a step, each way."""
-    update: int = 0
+    update: Count = 0
     """Room that the offloaded optimizer state needs in the update beyond what is free by then: an estimate."""
 
     @property
-    def arguments(self) -> int:
+    def arguments(self) -> Count:
         """The bytes that lie on the device between steps: exact, except for what a pipeline has in flight."""
         return sum(self.persistent.values())
 
@@ -117,12 +120,13 @@ class Memory:
 def predict(sharded: ShardedModel) -> Memory:
     """Predict the memory of one device of a mesh. The activations of image classifiers are not predicted."""
     if isinstance(sharded.model, Foreign):
-        held = _classifier(sharded, sharded.model)
+        found = _classifier(sharded, sharded.model)
     elif sharded.pipe is not None:
-        held = _pipeline(sharded, sharded.pipe)
+        found = _pipeline(sharded, sharded.pipe)
     else:
-        held = _decoder(sharded)
-    return replace(held, update=_update(sharded, held))
+        found = _decoder(sharded)
+    found = replace(found, update=_update(sharded, found))
+    return Memory(**{name: int(count) for name, count in vars(found).items()})
 
 
 def _classifier(sharded: ShardedModel, model: Foreign) -> Memory:
@@ -133,12 +137,11 @@ def _classifier(sharded: ShardedModel, model: Foreign) -> Memory:
     at_rest = _at_rest(config, parameters)
     sizes = config.model
     pixels = sizes.image**2 * sizes.channels
-    elements = _elements(config, [p for p in parameters if p.trained])
     return replace(
         at_rest,
         batch=F32 * split.rows * split.micro_batches * (pixels + 1),
         variables=sum(_bytes(a) for a in jax.tree.leaves(model.variables)),
-        gradients=_gradients(sharded, elements),
+        gradients=gradients(config, parameters, config.parallel.zero, split.micro_batches, sharded.layout),
         weights=_weights(sharded),
         host_traffic=_host_traffic(config, parameters),
     )
@@ -154,8 +157,8 @@ def _pipeline(sharded: ShardedModel, pipe: Pipeline) -> Memory:
         at_rest,
         in_flight=at_rest.in_flight + stashed,
         batch=_batch_of_tokens(sharded.split),
-        gradients=pipeline_memory.gradients(config, parameters),
-        weights=pipeline_memory.weights(sharded, pipe),
+        gradients=pipeline_memory.gradients(config, parameters, config.parallel.zero),
+        weights=_weights(sharded),
         **pipeline_memory.activations(sharded, pipe),
         host_traffic=_host_traffic(config, parameters),
     )
@@ -168,7 +171,7 @@ def _decoder(sharded: ShardedModel) -> Memory:
     layout = sharded.layout
     parameters = sharded.parameters
     at_rest = _at_rest(config, parameters)
-    elements = _elements(config, [p for p in parameters if p.trained])
+    elements = elements_of(config, [p for p in parameters if p.trained])
     stacks = stacks_of(config.model).values()
     width = split.width
     k = split.micro_batches
@@ -183,7 +186,7 @@ def _decoder(sharded: ShardedModel) -> Memory:
     return replace(
         at_rest,
         batch=_batch_of_tokens(split),
-        gradients=_gradients(sharded, elements),
+        gradients=gradients(config, parameters, config.parallel.zero, split.micro_batches, sharded.layout),
         weights=_weights(sharded),
         activations=kept - to_host,
         working=max(working(stack, layout, split.rows, width, split.saved, later=later) for stack in stacks),
@@ -199,17 +202,29 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
     counters = 3
     if pipe is None or pipe.flush:
         counters += config.optimizer.rule.counters
+    found = held(config, parameters, config.parallel.zero, pipelined=pipe is not None)
+    scalars = with_replicas(config).scalars if any(map(_crossing, parameters)) else 0
+    return replace(found, optimizer=found.optimizer + 4 * counters, in_flight=found.in_flight + scalars)
+
+
+def held(config: Config, parameters: list[Placed], zero: Count, pipelined: Count) -> Memory:
+    """Return what parameters and all that belongs to them take between steps, without counters.
+
+    Their elements, ZeRO's stage and whether there is a pipeline may be arrays.
+    """
     each = [(p.held, widths(config, p)) for p in parameters]
-    waiting = sum(_crossing(p) for p in parameters)
-    rule = with_replicas(config)
-    beside = rule.at_rest(waiting, sum(p.held for p in parameters if p.trained), _masters_on_host(config))
+    learned = [p for p in parameters if p.trained]
+    crossing = sum(_crossing(p) for p in learned)
+    beside = with_replicas(config).at_rest(crossing, sum(p.held for p in learned), _masters_on_host(config))
+    # A frozen parameter has no copy that is kept: it is cast anew in each step.
+    kept = learned if config.precision == "mixed" else []
     return Memory(
-        parameters=sum(held * width.parameters for held, width in each),
-        optimizer=sum(held * width.optimizer for held, width in each) + 4 * counters,
-        host=sum(held * width.host for held, width in each) + beside.host,
-        copy=sum(_copy(config, p, pipelined=pipe is not None) for p in parameters),
+        parameters=sum(count * width.parameters for count, width in each),
+        optimizer=sum(count * width.optimizer for count, width in each),
+        host=sum(count * width.host for count, width in each) + beside.host,
+        copy=sum(step_bytes.copy(zero, p.width(config), p.rest, p.use, pipelined) for p in kept),
         errors=beside.errors,
-        in_flight=beside.in_flight + (rule.scalars if waiting else 0),
+        in_flight=beside.in_flight,
         common=beside.common,
     )
 
@@ -227,11 +242,11 @@ def _batch_of_tokens(split: Split) -> int:
     return split.micro_batches * step_bytes.micro_batch(split, drawn=1)
 
 
-def _gradients(sharded: ShardedModel, elements: Elements) -> int:
-    """Return the bytes of gradients of a step without a pipeline, sums included, for these elements."""
-    split = sharded.split
-    sums = step_bytes.sums_of_gradients(split.micro_batches, sharded.layout)
-    return int(step_bytes.gradients(split.config.parallel.zero, split.width, elements, sums))
+def gradients(config: Config, parameters: list[Placed], zero: Count, micro_batches: Count, layout: Layout) -> Count:
+    """Return the bytes of gradients of a step without a pipeline, sums included."""
+    elements = elements_of(config, [p for p in parameters if p.trained])
+    sums = step_bytes.sums_of_gradients(micro_batches, layout)
+    return step_bytes.gradients(zero, compute_width(config), elements, sums)
 
 
 def _update(sharded: ShardedModel, held: Memory) -> int:
@@ -288,18 +303,7 @@ def _bytes(a: jax.ShapeDtypeStruct) -> int:
 
 def state(config: Config, p: Placed, pipelined: bool = False) -> int:
     """Return the bytes that a device holds between steps of one parameter and all that belongs to it."""
-    each = widths(config, p)
-    held = p.held * (each.parameters + each.optimizer)
-    learned = p.held if p.trained else 0
-    beside = with_replicas(config).at_rest(_crossing(p), learned, _masters_on_host(config))
-    return held + _copy(config, p, pipelined) + beside.errors + beside.in_flight + beside.common
-
-
-def _copy(config: Config, p: Placed, pipelined: bool) -> int:
-    """Return the bytes of a parameter's copy in the compute dtype; a frozen one is cast anew in each step."""
-    if config.precision != "mixed" or not p.trained:
-        return 0
-    return int(step_bytes.copy(config.parallel.zero, p.width(config), p.rest, p.use, pipelined))
+    return int(held(config, [p], config.parallel.zero, pipelined).arguments)
 
 
 def _crossing(p: Placed) -> int:
@@ -307,35 +311,42 @@ def _crossing(p: Placed) -> int:
     return math.prod(p.shard) if p.place.deferred and p.trained else 0
 
 
-def _weights(sharded: ShardedModel) -> int:
-    """Return the bytes of weights that a step without a pipeline casts, gathers, or cuts out of the layers."""
+def _weights(sharded: ShardedModel) -> Count:
+    """Return the bytes of weights that a step casts, gathers, makes of codes, or cuts out of the layers."""
     config = sharded.config
-    parameters = sharded.parameters
-    zero = config.parallel.zero
-    total = made_of_codes(sharded.split, sharded.layout)
+    made = made_of_codes(sharded.split, sharded.layout)
+    given = (config, sharded.parameters, config.parallel.zero, sharded.layout)
+    if sharded.pipe:
+        return made + pipeline_memory.weights(*given, sharded.pipe.stages.virtual)
+    return made + weights(*given)
+
+
+def weights(config: Config, parameters: list[Placed], zero: Count, layout: Layout) -> Count:
+    """Return the bytes of weights that a step without a pipeline casts, gathers, or cuts out of the layers."""
+    total: Count = 0
     for (precision, width), group in by_precision(config, parameters).items():
-        total += int(step_bytes.weights(zero, width, _elements(config, group), precision))
-    if zero < 3:
-        # For trained weights the estimate of gradients has room for a layer that is cut out: the last gradients are
-        # made when few activations are left.
-        cut = step_bytes.cut_out(compute_width(config), sharded.layout)
-        total += cut * sum(p.at_once for p in parameters if p.stacked and not p.trained)
-    return total
+        total = total + step_bytes.weights(zero, width, elements_of(config, group), precision)
+    # For trained weights the estimate of gradients has room for a layer that is cut out: the last gradients are made
+    # when few activations are left.
+    cut = step_bytes.cut_out(compute_width(config), layout)
+    frozen = sum(p.at_once for p in parameters if p.stacked and not p.trained)
+    return total + np.where(np.asarray(zero) < 3, cut * frozen, 0)
 
 
-def _elements(config: Config, parameters: list[Placed]) -> Elements:
+def elements_of(config: Config, parameters: list[Placed]) -> Elements:
     """Return the elements of all parameters; the largest of those outside the layers counts as there at once.
 
     Tables are used one after the other, and so are layers. A model without layers has all its parameters in use at
     once.
     """
     paths = [path_to(name) for name in stacks_of(config.model)]
-    layer = max(sum(p.at_once for p in parameters if p.name.startswith(path)) for path in paths)
+    layers = [sum(p.at_once for p in parameters if p.name.startswith(path)) for path in paths]
     tables = [p.use for p in parameters if not p.stacked]
+    has_layers = any(p.stacked for p in parameters)
     return Elements(
         held=sum(p.held for p in parameters),
         rest=sum(p.rest for p in parameters),
         use=sum(p.use for p in parameters),
-        layer=layer or sum(tables),
-        outside=max(tables, default=0) if layer else 0,
+        layer=reduce(np.maximum, layers) if has_layers else sum(tables),
+        outside=reduce(np.maximum, tables, 0) if has_layers else 0,
     )

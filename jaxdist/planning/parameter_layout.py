@@ -13,33 +13,33 @@ from jaxdist.mesh.split import compute_width
 from jaxdist.parallel import placing
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.placement import Placement, Placements
-from jaxdist.planning.predicted_collectives import F32
+from jaxdist.planning.predicted_collectives import F32, Count
 from jaxdist.sharding import LAYERS, Layout, Params, name_of
 
 
 @dataclass(frozen=True)
 class Placed:
-    """One parameter on a mesh."""
+    """One parameter on a mesh, or on many: a count of elements is then an array of them."""
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     place: Placement
-    held: int
+    held: Count
     """Elements that a device holds between steps."""
-    rest: int
+    rest: Count
     """Elements at rest in each replica: those that are held, gathered over the replicas."""
-    use: int
+    use: Count
     """Elements that a device holds in use, of all its layers."""
-    shard: tuple[int, ...]
+    shard: tuple[Count, ...]
     """The shape of what a device has of its gradient when it crosses the replicas."""
-    layers: int = 1
+    layers: Count = 1
     """Layers that a device holds, padding included; 1 for a parameter that belongs to no layer."""
     forward_only: bool = False
     """Whether no gradient needs its value, so that the backward pass does not gather it again."""
     exact: bool = False
     """Whether it has its own dtype in any compute dtype: f32, or that of codes."""
-    stored: int = F32
+    stored: Count = F32
     """Bytes of each of its numbers between steps."""
 
     @property
@@ -48,7 +48,7 @@ class Placed:
         return math.prod(self.shape)
 
     @property
-    def at_once(self) -> int:
+    def at_once(self) -> Count:
         """Elements in use where the layers are used one after the other."""
         return self.use // self.layers
 

@@ -15,7 +15,6 @@ from jaxdist.config import Config
 from jaxdist.mesh.split import compute_width
 from jaxdist.planning import step_bytes
 from jaxdist.planning.activations import saved_per_token, stashed_per_token, working
-from jaxdist.planning.frozen import made_of_codes
 from jaxdist.planning.memory_habits import STASH_IN_BRANCH, Arrays, as_held
 from jaxdist.planning.parameter_layout import Placed, by_precision
 from jaxdist.planning.pipelines import Pipeline
@@ -37,7 +36,7 @@ def _elements(parameters: list[Placed], stacked: bool) -> Elements:
     )
 
 
-def gradients(config: Config, parameters: list[Placed]) -> int:
+def gradients(config: Config, parameters: list[Placed], zero: Count) -> Count:
     """Return the bytes of gradients: f32 sums, and what the head or the backward pass of a layer makes.
 
     `step_bytes.pipeline_gradients` has the equation.
@@ -45,22 +44,19 @@ def gradients(config: Config, parameters: list[Placed]) -> int:
     learned = [p for p in parameters if p.trained]
     layers = _elements(learned, stacked=True)
     shared = _elements(learned, stacked=False)
-    return int(step_bytes.pipeline_gradients(config.parallel.zero, compute_width(config), layers, shared))
+    return step_bytes.pipeline_gradients(zero, compute_width(config), layers, shared)
 
 
-def weights(sharded: ShardedModel, pipe: Pipeline) -> int:
+def weights(config: Config, parameters: list[Placed], zero: Count, layout: Layout, virtual: Count) -> Count:
     """Return the bytes of weights that are cast or gathered, once per step; at stage 3 one layer at a time.
 
     `step_bytes.pipeline_weights` has the equation.
     """
-    config = sharded.config
-    zero = config.parallel.zero
-    virtual = pipe.stages.virtual
-    total = made_of_codes(sharded.split, sharded.layout)
-    for (precision, width), group in by_precision(config, sharded.parameters).items():
+    total: Count = 0
+    for (precision, width), group in by_precision(config, parameters).items():
         layers = _elements(group, stacked=True)
         shared = _elements(group, stacked=False)
-        total += int(step_bytes.pipeline_weights(zero, width, layers, shared, virtual, precision, sharded.layout))
+        total = total + step_bytes.pipeline_weights(zero, width, layers, shared, virtual, precision, layout)
     return total
 
 

@@ -8,7 +8,7 @@ for the end of a round of local steps (`outer`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,9 +29,6 @@ Numbers = Any
 """A number, or a numpy array of one for each of many meshes."""
 
 Kind = Literal["all-reduce", "all-gather", "all-to-all"]
-
-Call = Callable[[Kind, Numbers], Numbers]
-"""(kind, bytes of each number that crosses) -> the seconds of a collective."""
 
 RESIDUAL = "errors"
 """The item of a checkpoint with what compression has rounded off, of each replica, [..., R]."""
@@ -101,10 +98,6 @@ class Crossing:
         """Yield what a device sends to add up a gradient, of which it has `shape`; `stacked` dims count layers."""
         yield Message("all-reduce", math.prod(shape), F32)
 
-    def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
-        """Return about how long all gradients take to cross, if matrices have rows and columns of length `side`."""
-        return call("all-reduce", F32)
-
     def at_rest(self, sent: Numbers, learned: Numbers, on_host: bool) -> AtRest:
         """Return the bytes of the state.
 
@@ -133,10 +126,6 @@ class Later(Crossing):
     def messages(self, shape: tuple[int, ...], stacked: int) -> Iterator[Message]:
         """Yield the transfers of the sums."""
         yield from self.sums.messages(shape, stacked)
-
-    def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
-        """Return the seconds of the sums."""
-        return self.sums.seconds(call, replicas, side)
 
     def at_rest(self, sent: Numbers, learned: Numbers, on_host: bool) -> AtRest:
         """Return the bytes of the state of the sums."""

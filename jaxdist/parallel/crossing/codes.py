@@ -32,12 +32,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxdist.config import ParallelConfig
 from jaxdist.mesh import REPLICA
-from jaxdist.parallel.crossing.base import F32, Call, Crossing, Kind, Message, Numbers
+from jaxdist.parallel.crossing.base import F32, Crossing, Kind, Message
 
 SMALLEST = 4096
 """Elements of a shard from which on it is compressed."""
@@ -91,18 +90,12 @@ class Compression(ABC):
     def sent(self, shape: tuple[int, ...], stacked: int, replicas: int) -> Iterator[Message]:
         """Yield the messages of a shard that is compressed."""
 
-    @abstractmethod
-    def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
-        """Return about how long `sent` takes, as `Crossing.seconds` does."""
-
 
 class Coded(Compression):
     """Each number in fewer bits, in one shot between two replicas and in two shots among more."""
 
     block_bytes: int
     """Bytes in which `BLOCK` numbers are sent."""
-    width: int
-    """Bytes of a number, about."""
 
     @abstractmethod
     def encode(self, x: Float[Array, "... 256"]) -> Int[Array, "... n"]:
@@ -122,17 +115,11 @@ class Coded(Compression):
         for kind in _shots(replicas):
             yield Message(kind, coded, 1)
 
-    def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
-        """Return the seconds of the shots."""
-        two_shots = call("all-to-all", self.width) + call("all-gather", self.width)
-        return np.where(replicas == 2, call("all-reduce", self.width), two_shots)
-
 
 class Bfloat16(Coded):
     """Sums of numbers in bfloat16."""
 
     block_bytes = 2 * BLOCK
-    width = 2
 
     def encode(self, x: Float[Array, "... 256"]) -> Int[Array, "... 512"]:
         """Return the bytes of each number."""
@@ -147,7 +134,6 @@ class Int8(Coded):
     """Sums of numbers in INT8, with a scale for each block."""
 
     block_bytes = BLOCK + SCALE
-    width = 1
 
     def encode(self, x: Float[Array, "... 256"]) -> Int[Array, "... 260"]:
         """Return a block and its scale."""
@@ -182,10 +168,6 @@ class TopKInt8(Int8):
         blocks = -(-math.prod(shape) // LARGEST_OF)
         yield Message("all-gather", replicas * blocks * PLACED * self.largest, 2)
 
-    def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
-        """Return the seconds of the shots, and of the largest numbers."""
-        return super().seconds(call, replicas, side) + call("all-gather", replicas * 2 * PLACED * self.density)
-
 
 @dataclass(frozen=True)
 class PowerSgd(Compression):
@@ -209,10 +191,6 @@ class PowerSgd(Compression):
         rows, columns = matrix(shape[stacked:])
         yield Message("all-reduce", layers * rows * self.rank, F32)
         yield Message("all-reduce", layers * columns * self.rank, F32, waits=True)
-
-    def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
-        """Return the seconds of two factors of a matrix that is square."""
-        return call("all-reduce", F32) * np.minimum(1, 2 * self.rank / side)
 
 
 RULES: dict[str, Callable[[ParallelConfig], Compression]] = {

@@ -13,7 +13,7 @@ import jax
 from jax import P
 from jaxtyping import Array, Float, Int
 
-from jaxdist.parallel.crossing.base import F32, RESIDUAL, AtRest, Call, Crossing, Message, Numbers, dealt, no_residual
+from jaxdist.parallel.crossing.base import F32, RESIDUAL, AtRest, Crossing, Message, Numbers, dealt, no_residual
 from jaxdist.parallel.crossing.codes import Compression
 from jaxdist.parallel.crossing.replicas import own_parts, partial_sums
 from jaxdist.parallel.placement import Placement, Placements
@@ -55,10 +55,6 @@ class Compressed(Crossing):
     def messages(self, shape: tuple[int, ...], stacked: int) -> Iterator[Message]:
         """Yield what the rule sends."""
         yield from self.rule.messages(shape, stacked, self.replicas)
-
-    def seconds(self, call: Call, replicas: Numbers, side: Numbers) -> Numbers:
-        """Return the seconds of the rule."""
-        return self.rule.seconds(call, replicas, side)
 
     def at_rest(self, sent: Numbers, learned: Numbers, on_host: bool) -> AtRest:
         """Return a residual of what is sent, in f32."""

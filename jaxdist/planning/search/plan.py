@@ -116,7 +116,8 @@ def search(config: Config, devices: int, cluster: Cluster) -> Plan:
     memory = screen.memory()
     may_fit = np.flatnonzero(memory <= ROOM * cluster.memory)
     seconds = np.full(len(memory), np.inf)
-    seconds[may_fit] = screen.of(may_fit).seconds(needed=memory[may_fit])
+    if len(may_fit):
+        seconds[may_fit] = screen.of(may_fit).seconds(needed=memory[may_fit])
     plan = Plan(config, devices, cluster, model, columns, memory, seconds)
     plan = replace(plan, looked_at=tuple(_predict_best(plan)))
     if not plan.ranked:

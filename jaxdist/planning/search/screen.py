@@ -2,9 +2,9 @@
 
 The formulas of bytes and of arithmetic are those of the exact prediction (`step_bytes`, `activations`, `layer_times`),
 applied to hundreds of thousands of rows at once, or to the distinct rows among the columns that a formula reads; so
-are those of transfers and their time (`screen_steps`). Only the depths of a pipeline's buffers, and what crosses the
-replicas, have rough forms of their own. The screen decides only which candidates are then predicted exactly, with the
-real layout of every parameter and every transfer, and with what XLA does otherwise.
+are those of transfers and their time (`screen_steps`). Only the depths of a pipeline's buffers have rough forms of
+their own. The screen decides only which candidates are then predicted exactly, with the real layout of every parameter
+and every transfer, and with what XLA does otherwise.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Self
 
 import numpy as np
 
@@ -19,16 +20,17 @@ from jaxdist.config import Config
 from jaxdist.config.stacks import forms_of
 from jaxdist.mesh import AXES, CONTEXT, EXPERT, MODEL, PIPELINE, REPLICA, abstract_mesh
 from jaxdist.models import Model, build_decoder
-from jaxdist.optimizers.rule import Role
+from jaxdist.parallel.crossing import crossing_of
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, partial_ticks, residual_slots
 from jaxdist.parallel.pipeline.simulate import EQUAL, Times
-from jaxdist.planning import step_bytes
+from jaxdist.planning import memory, pipeline_memory, step_bytes
 from jaxdist.planning.activations import in_layer_of_row, in_loss, saved_per_token, scores_in_layer, stashed_per_token
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import Numbers, group_over, seconds_of
 from jaxdist.planning.exposure import rates_in
 from jaxdist.planning.kernels_time import Units
 from jaxdist.planning.layer_time import head_seconds, layer_times
+from jaxdist.planning.parameter_layout import Placed
 from jaxdist.planning.pipeline_memory import (
     ROUGH_MESSAGES,
     Depths,
@@ -38,14 +40,13 @@ from jaxdist.planning.pipeline_memory import (
     recomputed,
     rough_stash,
 )
-from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, REDUCE_SCATTER
+from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, F32, REDUCE_SCATTER
 from jaxdist.planning.search.candidates import BRANCHING, MESH, RING, SPLIT, Columns, devices_along
-from jaxdist.planning.search.distinct import Column, Scalar, distinct_rows, mapping
+from jaxdist.planning.search.distinct import Column, Scalar, distinct_rows, map_distinct, mapping
 from jaxdist.planning.search.estimate import Device
 from jaxdist.planning.search.screen_sizes import SAVED
 from jaxdist.planning.search.screen_steps import CHOICES, Steps
 from jaxdist.planning.search.traffic_time import BESIDE, BETWEEN_SITES, ONCE, Communication
-from jaxdist.planning.step_bytes import Elements
 from jaxdist.planning.step_time import PESSIMISTIC, parts
 from jaxdist.sharding import RESIDUAL, RULES, Layout
 
@@ -59,12 +60,22 @@ class Screen(Steps):
 
     def memory(self) -> Column:
         """Return the bytes that each candidate needs on one device."""
-        few, kinds = self.distinct("mesh", "zero", "micro", "virtual")
-        states = (few._states() + few._gradients_and_weights())[kinds]
+        few, kinds = self._stored()
+        states = np.zeros(len(few.columns["mesh"]))
+        for rows, group in few.groups(few.staged, few.columns[REPLICA] > 1):
+            states[rows] = group._states()
         # The buffers of a pipeline do not depend on ZeRO's stage.
         zero = np.where(self.staged, 0, self.columns["zero"])
-        few, kinds = self.having(zero=zero).distinct(*CHOICES, "mesh", "micro", "virtual")
-        return states + few._activations()[kinds]
+        others, kinds_of_others = self.having(zero=zero).distinct(*CHOICES, "mesh", "micro", "virtual")
+        return states[kinds] + others._activations()[kinds_of_others]
+
+    def _stored(self) -> tuple[Self, Column]:
+        """Return the distinct candidates by what state, weights and gradients depend on, and for each row its index."""
+        nothing = np.zeros_like(self.columns["zero"])
+        # Of the micro-batches, only whether there are several.
+        micro = np.minimum(self.columns["micro"], 2)
+        alike = self._with(sequence=nothing, outside=nothing, remat=nothing, ring=nothing, micro=micro)
+        return alike.distinct(*CHOICES, "mesh", "micro", "virtual")
 
     def seconds(self, price: str = PESSIMISTIC, needed: Column | None = None) -> Column:
         """Return the seconds of a step of each candidate, at one of `step_time.PRICES`.
@@ -74,9 +85,10 @@ class Screen(Steps):
         rates = rates_in(self.cluster, self.memory() if needed is None else needed)
         few, kinds = self.distinct("mesh", "sequence", "micro", "remat", "schedule", "virtual", RING)
         work, lockstep = (each[kinds] for each in few._arithmetic())
-        few, kinds = self.distinct("mesh", "zero", "virtual")
+        few, kinds = self._stored()
         replicas = few._crossing_seconds()[kinds] / self.rule.every
-        updated = np.asarray(few.trained * step_bytes.updated(few._masters, few._moments))[kinds]
+        held = memory.held(self.config, few.learned, few.columns["zero"], few.staged)
+        updated = np.asarray(step_bytes.updated(held.parameters, held.optimizer))[kinds]
         # Over the replicas, only delayed gradients wait for nothing.
         found = self.communication().seconds
         crossing = ONCE if self.cluster.between is None else BETWEEN_SITES
@@ -93,50 +105,27 @@ class Screen(Steps):
     # Memory, in bytes of one device.
 
     @cached_property
-    def elements(self) -> Elements:
-        """The elements of all parameters."""
-        return Elements(held=self.held, rest=self.at_rest, use=self.in_use, layer=self.layer, outside=self.table)
+    def learned(self) -> list[Placed]:
+        """The parameters that are trained."""
+        return [p for p in self.parameters(self.layout) if p.trained]
 
     def _states(self) -> Column:
-        """Return the bytes of the f32 masters, the optimizer state, and in mixed precision the bfloat16 copy."""
-        copy: Numbers = 0
-        if self.config.precision == "mixed":
-            copy = step_bytes.copy(self.columns["zero"], self.width, self.at_rest, self.in_use, self.staged)
-        beside = self.rule.at_rest(self.crossing, self.at_rest, on_host=False)
-        of_replicas = np.where(self.columns[REPLICA] > 1, beside.errors + beside.in_flight + beside.common, 0)
-        each = self._masters + self._moments
-        return self.trained * (each + copy + of_replicas) + self.frozen_bytes
+        """Return the bytes of the state, of gradients, and of weights that are cast, gathered or made for use.
 
-    def _gradients_and_weights(self) -> Column:
-        """Return the bytes of gradients, sums included, and of weights that are cast or gathered for use."""
+        All candidates have a pipeline or none has, and all have replicas or none has.
+        """
+        config = self.example.config
         zero = self.columns["zero"]
-        width = self.width
-        precision: str = self.config.precision
-        if self.config.model.frozen:
-            # Frozen weights, which are nearly all, lie in the compute dtype, or are cast in each step.
-            precision = "float32" if self.bytes_of_frozen == width else "bfloat16"
-        share = 1.0
-        made: Numbers = 0
-        if self.config.model.stored_form:
-            # Their arrays move as they are, and make a layer in the compute dtype.
-            precision = "float32"
-            share = self.bytes_of_frozen / width
-            made = width * self.layer
-        sums = step_bytes.sums_of_gradients(self.columns["micro"], self.of_platform)
-        flat = self.trained * step_bytes.gradients(zero, width, self.elements, sums)
-        flat = flat + share * step_bytes.weights(zero, width, self.elements, precision)
-
-        layers = self.layers_held * self.layer
-        rest = self._sharded(self.layers_held * self.layer_beside_experts, self.experts)
-        of_layers = Elements(rest / self.replica_shards, rest, use=layers, layer=self.layer, outside=0)
-        rest = self._sharded(self.embeddings, np.zeros_like(self.embeddings))
-        tables = self.embeddings
-        shared = Elements(rest / self.replica_shards, rest, use=tables, layer=0, outside=tables)
-        staged = self.trained * step_bytes.pipeline_gradients(zero, width, of_layers, shared)
-        staged = staged + share * step_bytes.pipeline_weights(
-            zero, width, of_layers, shared, self.columns["virtual"], precision, self.of_platform
-        )
-        return np.where(self.staged, staged, flat) + made
+        layout = self.of_platform
+        parameters = self.parameters(self.layout)
+        found = memory.held(config, parameters, zero, self.example.pipelined).arguments
+        if config.model.stored_form:
+            found = found + self.width * self.layer
+        if self.example.pipelined:
+            found = found + pipeline_memory.gradients(config, parameters, zero)
+            return found + pipeline_memory.weights(config, parameters, zero, layout, self.columns["virtual"])
+        found = found + memory.gradients(config, parameters, zero, self.columns["micro"], layout)
+        return found + memory.weights(config, parameters, zero, layout)
 
     def _activations(self) -> Column:
         """Return the bytes of activations: saved for the backward pass, and alive within one layer or the loss.
@@ -177,18 +166,9 @@ class Screen(Steps):
 
     def _gradients_after_loss(self) -> Column:
         """Return the bytes of gradients that do not exist yet during the loss: the backward pass makes them."""
-        later = self.trained * step_bytes.gradients_of_layers(self.columns["zero"], self.width, self.elements)
+        elements = memory.elements_of(self.config, self.learned)
+        later = step_bytes.gradients_of_layers(self.columns["zero"], self.width, elements)
         return np.where(self.staged, 0, later)
-
-    @property
-    def _masters(self) -> Column:
-        """The bytes of all parameters in f32."""
-        return F32 * self.held
-
-    @property
-    def _moments(self) -> Column:
-        """The bytes of the optimizer state, if all parameters are trained."""
-        return self.held * self.config.optimizer.moment_bytes(Role())
 
     # Time, in seconds of a step.
 
@@ -243,19 +223,26 @@ class Screen(Steps):
     def _crossing_seconds(self) -> Column:
         """Return the seconds in which the shards of gradients, and of weights, cross the replicas once."""
         group = group_over(self.sizes, (REPLICA,), self.cluster)
+        learned = sum(sum(p.shard) for p in self.learned)
 
-        def call(kind: str, width: Numbers) -> Column:
-            return np.asarray(seconds_of(kind, width * self.crossing, group))
-
-        def of_gradients(kind: str, width: Numbers) -> Column:
-            # Frozen parameters have none.
-            return call(kind, self.trained * width)
+        def seconds(kind: str, sent: Numbers) -> Column:
+            return np.asarray(seconds_of(kind, sent, group))
 
         if self.alike and self.config.parallel.replica_zero:
-            shared = of_gradients(REDUCE_SCATTER, F32) + call(ALL_GATHER, self.width)
-            return np.where(self.columns["zero"] > 0, shared, of_gradients(ALL_REDUCE, F32))
-        # A layer is taken to be 12 square matrices.
-        return self.rule.seconds(of_gradients, self.columns[REPLICA], np.sqrt(self.layer / 12))
+            whole = sum(sum(p.shard) for p in self.parameters(self.layout))
+            shared = seconds(REDUCE_SCATTER, F32 * learned) + seconds(ALL_GATHER, self.width * whole)
+            return np.where(self.columns["zero"] > 0, shared, seconds(ALL_REDUCE, F32 * learned))
+        # A layer is taken to be 12 square matrices, and all else to send as much for each element.
+        side = np.maximum(np.sqrt(self.layer / 12), 1).astype(int)
+
+        def sent(kind: str) -> Column:
+            def by_element(replicas: int, layers: int, side: int) -> float:
+                messages = crossing_of(self.config, replicas).messages((layers, side, side), 1)
+                return sum(one.elements * one.width for one in messages if one.kind == kind) / (layers * side**2)
+
+            return learned * map_distinct(by_element, self.columns[REPLICA], self.layers_held, side)
+
+        return np.sum([seconds(kind, sent(kind)) for kind in (ALL_REDUCE, ALL_GATHER, ALL_TO_ALL)], axis=0)
 
     # Scalar functions of the predictor, applied to columns.
 

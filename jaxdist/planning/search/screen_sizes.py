@@ -78,39 +78,16 @@ class Sizes:
         return self.layer_beside_experts + self.experts_of_layer
 
     @cached_property
-    def embeddings(self) -> Column:
-        """The elements in use of the parameters outside the layers, nearly all of which are embedding tables."""
-        return sum(leaf.size for leaf in self._leaves_outside()) / (self.columns[MODEL] * self.columns[PIPELINE])
-
-    @cached_property
-    def table(self) -> Column:
-        """The elements in use of the largest parameter outside the layers."""
-        return max(leaf.size for leaf in self._leaves_outside()) / (self.columns[MODEL] * self.columns[PIPELINE])
+    def outside(self) -> list[Column]:
+        """The elements in use of each parameter outside the layers."""
+        parts = self.columns[MODEL] * self.columns[PIPELINE]
+        trees = [tree for name, tree in self.model.abstract.items() if name != BLOCKS]
+        return [leaf.size / parts for leaf in jax.tree.leaves(trees)]
 
     @property
     def vocab_shared(self) -> bool:
         """Whether each stage holds a part of the vocabulary; an empty rule leaves it whole."""
         return bool(self.config.parallel.rules.vocab)
-
-    @cached_property
-    def experts(self) -> Column:
-        """The elements in use of the experts of all layers."""
-        return self.layers_held * self.experts_of_layer
-
-    @cached_property
-    def beside_experts(self) -> Column:
-        """The elements in use of all other parameters."""
-        return self.layers_held * self.layer_beside_experts + self.embeddings
-
-    @cached_property
-    def in_use(self) -> Column:
-        """The elements of all parameters in use."""
-        return self.beside_experts + self.experts
-
-    def _sharded(self, beside_experts: Column, experts: Column) -> Column:
-        """Return the elements at rest in a replica, given those in use: ZeRO shards what it shards over other axes."""
-        sharded = beside_experts / self.shards + experts / self.shards_of_experts
-        return np.where(self.columns["zero"] > 0, sharded, beside_experts + experts)
 
     @cached_property
     def shards(self) -> Column:
@@ -121,11 +98,6 @@ class Sizes:
     def shards_of_experts(self) -> Column:
         """The devices over which ZeRO may shard a parameter of an expert."""
         return self.shards // self.columns[EXPERT]
-
-    @cached_property
-    def at_rest(self) -> Column:
-        """The elements of all parameters at rest in a replica."""
-        return self._sharded(self.beside_experts, self.experts)
 
     @property
     def rule(self) -> Crossing:
@@ -144,16 +116,6 @@ class Sizes:
         return np.where(splits, self.columns[REPLICA], 1)
 
     @cached_property
-    def held(self) -> Column:
-        """The elements of all parameters between steps."""
-        return self.at_rest / self.replica_shards
-
-    @cached_property
-    def crossing(self) -> Column:
-        """The elements of all parameters that cross the replicas, which are shards at stage 0 too."""
-        return self.beside_experts / self.shards + self.experts / self.shards_of_experts
-
-    @cached_property
     def trained(self) -> float:
         """The part of the parameters that are trained, which are spread as the frozen ones are."""
         model = self.config.model
@@ -170,11 +132,6 @@ class Sizes:
         beside = all_trained_beside(model)
         held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model.abstract)) - F32 * beside
         return held / (parameters(self.model) - beside)
-
-    @property
-    def frozen_bytes(self) -> Column:
-        """The bytes of the frozen parameters between steps."""
-        return self.bytes_of_frozen * (1 - self.trained) * self.held
 
     @cached_property
     def together(self) -> Column:
@@ -207,10 +164,6 @@ class Sizes:
     def width(self) -> int:
         """The bytes of an element in the dtype of the computation."""
         return compute_width(self.config)
-
-    def _leaves_outside(self) -> list[jax.ShapeDtypeStruct]:
-        """Return the parameters outside the layers."""
-        return jax.tree.leaves({name: tree for name, tree in self.model.abstract.items() if name != BLOCKS})
 
     def _remat(self, *names: str) -> Column:
         """Return whether the candidate has one of these kinds of activation checkpointing."""

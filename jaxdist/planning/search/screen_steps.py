@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from jaxdist.parallel.pipeline.formulas import lockstep_ticks
 from jaxdist.parallel.placing import ZeroOptions, placements
 from jaxdist.planning import stream_traffic, weight_traffic
 from jaxdist.planning.parameter_layout import Placed
-from jaxdist.planning.predicted_collectives import Transfer
+from jaxdist.planning.predicted_collectives import F32, Transfer
 from jaxdist.planning.runs import Again, Runs, Step, in_loops, in_ticks
 from jaxdist.planning.search.candidates import (
     BRANCHING,
@@ -38,7 +38,7 @@ from jaxdist.planning.search.distinct import Column, Scalar, distinct_rows, map_
 from jaxdist.planning.search.estimate import Device, layout_of
 from jaxdist.planning.search.screen_sizes import SAVED, Sizes
 from jaxdist.planning.search.traffic_time import Communication, communication, joined
-from jaxdist.sharding import Layout
+from jaxdist.sharding import Layout, Params
 
 CHOICES = ("zero", "sequence", "outside", "remat", "schedule", RING)
 """The columns of a candidate's choices, beside those of the mesh, micro-batches and chunks."""
@@ -97,14 +97,16 @@ class Steps(Sizes):
         """
         few, kinds = self.distinct(*CHOICES, "mesh", "micro", "virtual")
         # Ranks of a pipeline that split no tensors share the vocabulary among stages alone.
-        kinds_of_axes = (few.staged.astype(int), (few.columns[MODEL] > 1).astype(int))
-        examples, alike = distinct_rows(*kinds_of_axes, *(few.columns[name] for name in choices))
-        groups = []
+        groups = few.groups(few.staged, few.columns[MODEL] > 1, *(few.columns[name] for name in choices))
+        found = [(at, communication(one.step, described(one), one.sizes, self.cluster)) for at, one in groups]
+        return joined(self.config.model, found, len(few.columns["mesh"])).of(kinds)
+
+    def groups(self, *columns: Column) -> Iterator[tuple[np.ndarray, Self]]:
+        """Yield the candidates that have the same values in these columns, and their indices."""
+        examples, alike = distinct_rows(*(column.astype(int) for column in columns))
         for number in range(len(examples)):
             rows = np.flatnonzero(alike == number)
-            group = few.of(rows)
-            groups.append((rows, communication(group.step, described(group), group.sizes, self.cluster)))
-        return joined(self.config.model, groups, len(few.columns["mesh"])).of(kinds)
+            yield rows, self.of(rows)
 
     def _of_activations(self) -> Iterator[Transfer]:
         """Yield the transfers of activations."""
@@ -188,24 +190,46 @@ class Steps(Sizes):
         return 3 * self.columns["virtual"] * self.columns["micro"]
 
     def _of_weights(self) -> Iterator[Transfer]:
-        """Yield the transfers of weights and gradients, of parameters that are as large as all of a kind."""
-        layers = self.layers_held
-        yield from self._of_parameter("blocks", layers * self.layer_beside_experts, layers)
-        yield from self._of_parameter("tables", self.embeddings, 1)
-        if self.config.model.traits.routed:
-            yield from self._of_parameter("blocks", self.experts, layers, "experts")
+        """Yield the transfers of weights and gradients in a replica."""
+        for p in self.parameters(self.layout.without(REPLICA)):
+            yield from weight_traffic.predict(self.step, p)
 
-    def _of_parameter(self, name: str, use: Any, layers: Any, logical: str | None = None) -> Iterator[Transfer]:
-        """Yield the transfers in a replica of a parameter with `use` elements in use, if only a part is trained."""
+    def parameters(self, layout: Layout) -> list[Placed]:
+        """Return the parameters outside the layers, and of the layers one that is as large as all of a kind.
+
+        Where only a part of each is trained, that part and the rest are two.
+        """
+        model = self.config.model
+        use = {f"tables.{number}": elements for number, elements in enumerate(self.outside)}
+        use["blocks.beside"] = self.layers_held * self.layer_beside_experts
+        axes: Params = dict.fromkeys(use, (None,))
+        if model.traits.routed:
+            use["blocks.experts"] = self.layers_held * self.experts_of_layer
+            axes["blocks.experts"] = ("experts",)
         # Any dim that all meshes divide.
-        abstract = jax.ShapeDtypeStruct((2 ** len(AXES),), np.float32)
-        zero = ZeroOptions(self.example.config.parallel.zero)
-        place = placements(self.layout.without(REPLICA), {name: (logical,)}, {name: abstract}, zero)[name]
-        for trained, part in ((True, self.trained), (False, 1 - self.trained)):
-            if part:
-                lies = replace(place, role=replace(place.role, trained=trained))
-                p = Placed(name, (), (), lies, held=use, rest=use, use=part * use, shard=(), layers=layers)
-                yield from weight_traffic.predict(self.step, p)
+        abstract = dict.fromkeys(use, jax.ShapeDtypeStruct((2 ** len(AXES),), np.float32))
+        places = placements(layout, axes, abstract, ZeroOptions(self.example.config.parallel.zero))
+        found = []
+        for name, place in places.items():
+            shard = use[name] / (self.shards_of_experts if name == "blocks.experts" else self.shards)
+            rest = np.where(self.columns["zero"] > 0, shard, use[name])
+            for trained, part in ((True, self.trained), (False, 1 - self.trained)):
+                if not part:
+                    continue
+                one = Placed(
+                    name=name,
+                    shape=(),
+                    axes=(),
+                    place=replace(place, role=replace(place.role, trained=trained)),
+                    held=part * rest / self.replica_shards,
+                    rest=part * rest,
+                    use=part * use[name],
+                    shard=(part * shard,),
+                    stored=F32 if trained else self.bytes_of_frozen,
+                    exact=not trained and bool(model.stored_form),
+                )
+                found.append(replace(one, layers=self.layers_held) if one.stacked else one)
+        return found
 
     # Scalar functions of the predictor, applied to columns.
 
