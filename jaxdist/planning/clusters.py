@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import reduce
+from functools import cached_property, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ from jaxdist.config import RequestError, listed, nearest
 from jaxdist.files import read_toml
 from jaxdist.output.units import multiples
 from jaxdist.planning.hardware import GPUS, PRESETS
-from jaxdist.planning.rates import Rates
+from jaxdist.planning.rates import Rates, published_rates
 from jaxdist.process.gpu_memory import GPU_SHARE
 from jaxdist.request.knobs import sentence, shown
 
@@ -87,6 +87,11 @@ class Cluster:
     """The most that one GPU draws; 0 where it is not known."""
     efficiency: tuple[tuple[str, float], ...] = ()
     """Constants of `rates.Rates` that are those of this cluster, and their values: fitted to steps of its own."""
+
+    @cached_property
+    def rates(self) -> Rates:
+        """The rates of steps on its devices: of its own steps, where it has any (`refit`)."""
+        return replace(published_rates(self.gpu), **dict(self.efficiency))
 
     @property
     def per_site(self) -> int:

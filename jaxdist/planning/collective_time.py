@@ -335,14 +335,13 @@ def seconds_of(kind: str, size: Numbers, group: Group) -> Numbers:
     return np.where(group.ranks > 1, START + reduce(np.minimum, times), 0.0)
 
 
-def why(kind: str, size: float, ranks: int, ranks_inside: int, cluster: Cluster, in_site: int | None = None) -> str:
-    """Return a sentence about the time of one collective: the algorithm, its formula and the numbers in it."""
-    in_site = in_site or ranks
-    group = Group(float(ranks), float(ranks_inside), cluster, float(in_site))
+def why(kind: str, size: float, group: Group) -> str:
+    """Return a sentence about the time of one collective of a group: the algorithm, its formula and its numbers."""
+    cluster = group.cluster
     took = {algorithm: float(algorithm.time(group, size)) for algorithm in algorithms(kind).values()}
     best = min(took, key=took.__getitem__)
     formula = best.formula
-    where = f"n={ranks} ranks, g={ranks_inside} in a host"
+    where = f"n={int(group.ranks)} ranks, g={int(group.inside)} in a host"
     links = [("a", "b", cluster.inside.latency, float(group.near_rate))]
     if group.hosts > 1:
         links.append(("A", "B", cluster.across.latency, cluster.across.bandwidth))
@@ -350,7 +349,7 @@ def why(kind: str, size: float, ranks: int, ranks_inside: int, cluster: Cluster,
         links.append(("A", "B", cluster.inside.latency, float(cluster.inside.within(2))))
     if group.sites > 1:
         formula = best.over_sites
-        where += f", h={in_site} in a site"
+        where += f", h={int(group.here)} in a site"
         links.append(("C", "c", group.between.latency, group.between.bandwidth))
     latencies = ", ".join(f"{name}={latency * 1e6:.3g} us" for name, _, latency, _ in links)
     bandwidths = ", ".join(f"{name}={bandwidth / 1e9:.4g} GB/s" for _, name, _, bandwidth in links)

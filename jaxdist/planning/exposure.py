@@ -26,7 +26,7 @@ from jaxdist.mesh.split import Split
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.hardware import GPUS, Gpu
 from jaxdist.planning.kernels_time import Numbers
-from jaxdist.planning.rates import Rates, rates_of
+from jaxdist.planning.rates import Rates
 
 FILE = Path(__file__).with_name("exposure.toml")
 
@@ -47,7 +47,7 @@ def crowded(needed: Numbers, gpu: Gpu | None) -> Numbers:
 
 def rates_in(cluster: Cluster, needed: Numbers) -> Rates:
     """Return the rates of steps that need so many bytes of a device: those that are too large hide nothing."""
-    rates = rates_of(cluster)
+    rates = cluster.rates
     waits = crowded(needed, GPUS.get(cluster.gpu))
     # An array where there are many steps.
     return replace(rates, hiding=np.where(waits, 0.0, rates.hiding))  # type: ignore[arg-type]

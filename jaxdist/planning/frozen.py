@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.config import Config, ModelConfig
+from jaxdist.config import Config
 from jaxdist.config.matmuls import columns_of, matmuls_of
 from jaxdist.config.stacks import path_to, stacks_of
 from jaxdist.config.trained import learns
@@ -23,23 +23,15 @@ def reports_routers(config: Config) -> bool:
     return config.model.traits.routed and not config.model.frozen
 
 
-def learns_columns(stack: ModelConfig, logical: str) -> bool:
-    """Return whether the residual stream enters trained weights along `logical`, whose gradients need it again."""
-    return any(learns(stack, matmul) for matmul in columns_of(stack)[logical])
-
-
-def enters_again(stack: ModelConfig, logical: str) -> bool:
-    """Return whether the backward pass of a layer needs once more what enters the columns along `logical`."""
-    return stack.remat in WHOLE_BLOCK or learns_columns(stack, logical)
-
-
 def forward_only(config: Config) -> frozenset[str]:
     """Return the names of parameters whose values no gradient needs because the weights behind them are frozen."""
     found = set()
     for name, stack in stacks_of(config.model).items():
-        for logical, matmuls in columns_of(stack).items():
-            if not enters_again(stack, logical):
-                # A norm with a bias shifts what enters these weights.
+        if stack.remat in WHOLE_BLOCK:
+            continue
+        for matmuls in columns_of(stack).values():
+            if not any(learns(stack, matmul) for matmul in matmuls):
+                # A norm with a bias shifts what enters these weights, which no gradient needs again.
                 found |= {f"{path_to(name)}{matmul.norm}.bias" for matmul in matmuls if matmul.norm}
     return frozenset(found)
 

@@ -17,14 +17,14 @@ from jaxdist.planning.activations import stashed_per_token
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.kernels_time import Both, Numbers, Speed, Units
-from jaxdist.planning.rates import Rates, rates_of
+from jaxdist.planning.rates import Rates
 from jaxdist.planning.timing import attention_flops_per_token, has_window
 from jaxdist.sharding import Layout
 
 
 def speed_of(config: Config, cluster: Cluster) -> Speed:
     """Return what a device of the cluster reaches in this precision."""
-    rates = rates_of(cluster)
+    rates = cluster.rates
     # The matrix units of a GPU multiply float32 at half the rate of bfloat16.
     half = 0.5 if config.precision == "float32" and cluster.gpu != "cpu" else 1.0
     peak = half * cluster.peak
@@ -63,7 +63,7 @@ def layer_times(
     too where that is split. A split backward pass leaves `stashed` values for W, otherwise 0. Arguments broadcast.
     """
     sizes = config.model
-    rates = rates_of(cluster)
+    rates = cluster.rates
     width = compute_width(config)
     speed = speed_of(config, cluster)
     # Kernels of float32 move twice as many bytes.
@@ -106,7 +106,7 @@ def attention(config: Config, cluster: Cluster, tokens: Numbers, parts: Numbers,
     hides from a `ring`. On GPUs both run by matmuls (`models.attention`), whose scores go through the memory.
     """
     sizes = config.model
-    rates = rates_of(cluster)
+    rates = cluster.rates
     speed = speed_of(config, cluster)
     whole = attention_flops_per_token(sizes.model_copy(update={"window": 0})) * tokens / parts
     fused = np.where(ring, whole, attention_flops_per_token(sizes) * tokens / parts)
@@ -136,7 +136,7 @@ def _matmuls(
     them counts as arithmetic alone: its matmuls are thin.
     """
     sizes = config.model
-    rates = rates_of(cluster)
+    rates = cluster.rates
     speed = speed_of(config, cluster)
     split = [matmul for matmul in matmuls_of(sizes).values() if matmul.split]
     one = sum(_matmul(sizes, each, tokens, parts, expert_parts, speed, rates) for each in split)

@@ -10,7 +10,7 @@ import tomllib
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jaxdist.planning.hardware import GPUS
 
@@ -84,24 +84,6 @@ as much as those of GPUs."""
 def table() -> dict[str, Any]:
     """Return the contents of `rates.toml`."""
     return tomllib.loads(FILE.read_text())
-
-
-class Devices(Protocol):
-    """What the rates depend on of a `clusters.Cluster`."""
-
-    @property
-    def gpu(self) -> str:
-        """Its name in `hardware.GPUS`, or any other."""
-
-    @property
-    def efficiency(self) -> tuple[tuple[str, float], ...]:
-        """Constants of its own."""
-
-
-@cache
-def rates_of(cluster: Devices) -> Rates:
-    """Return the rates of steps on the devices of a cluster: of its own steps, where it has any (`refit`)."""
-    return replace(published_rates(cluster.gpu), **dict(cluster.efficiency))
 
 
 def published_rates(gpu: str) -> Rates:

@@ -84,7 +84,7 @@ def misplaced(shape: Mapping[str, int], cluster: Cluster) -> list[str]:
 
     Their collectives run several times in a step, or in every layer.
     """
-    numbers = device_numbers(shape, cluster.sites(_devices(shape)))
+    numbers = device_numbers(shape, cluster.sites(prod(shape.values())))
     return [axis for axis in axes_across(numbers // cluster.per_site) if axis != REPLICA]
 
 
@@ -105,7 +105,7 @@ def warnings(
         f"over the link of {cluster.name}": cluster,
         "within one site": replace(cluster, hosts_per_site=0, between=None),
     }
-    sites = cluster.sites(_devices(shape))
+    sites = cluster.sites(prod(shape.values()))
     return [warning(axis, shape, sites, transfers, costs, rule, outer) for axis in misplaced(shape, cluster)]
 
 
@@ -135,7 +135,3 @@ def warning(
         f"{axis}={shape[axis]} spans {sites} sites{text}; where {REPLICA} is a multiple of {sites} and the other axes "
         f"fit into a site, {rule.crosses}"
     )
-
-
-def _devices(shape: Mapping[str, int]) -> int:
-    return prod(shape.values())

@@ -76,7 +76,7 @@ def test_without_a_switch_a_group_has_the_links_between_its_own_gpus():
     assert rate(PERMUTE, 4, ALPS) == pytest.approx(150e9, rel=1e-6)
     assert rate(PERMUTE, 8, ALPS, 4) == pytest.approx(25e9, rel=1e-6)
     assert rate(ALL_GATHER, 2, ALPS, 1) == pytest.approx(2 * 25e9, rel=1e-6)  # of two hosts: links inside bind nothing
-    assert "b=150 GB/s" in why(ALL_GATHER, 1e6, 2, 2, ALPS)
+    assert "b=150 GB/s" in why(ALL_GATHER, 1e6, Group(2.0, 2.0, ALPS))
 
 
 def test_all_reduce_on_alps():
@@ -162,8 +162,8 @@ def test_the_fastest_that_nccl_has_is_taken():
     ]:
         chosen = float(seconds(ALL_REDUCE, size, n, g, where))
         assert chosen == pytest.approx(took(name, size, n, g, where))
-        assert f"{name}: start +" in why(ALL_REDUCE, size, n, g, where)
-        assert f"= {chosen * 1e3:.4g} ms" in why(ALL_REDUCE, size, n, g, where)
+        assert f"{name}: start +" in why(ALL_REDUCE, size, Group(float(n), float(g), where))
+        assert f"= {chosen * 1e3:.4g} ms" in why(ALL_REDUCE, size, Group(float(n), float(g), where))
 
 
 def test_what_leaves_the_host_of_an_all_to_all_is_what_counts():

@@ -10,7 +10,6 @@ from jaxdist.models import build_decoder
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.collective_time import START
 from jaxdist.planning.layer_time import attention
-from jaxdist.planning.rates import rates_of
 from jaxdist.planning.search.estimate import estimate
 from jaxdist.planning.search.ring_time import Messages, ring_waits
 from jaxdist.request import load
@@ -117,7 +116,7 @@ def test_documents_are_computed_in_full_by_a_slower_kernel():
     apart = attention(config_of("context=4", "ring", model__documents="apart"), H100, 1024, 1, ring=True)
     flops = 4 * 1024 * 4096 * 512
     scores = 2 * 1024 * 4096 * 8
-    rates = rates_of(H100)
+    rates = H100.rates
     assert joined.forward == pytest.approx(flops / (rates.attention * H100.peak))
     by_matmuls = 2 * flops / (rates.matmul * H100.matmul * H100.peak) + rates.scores * scores / H100.bandwidth
     assert apart.forward == pytest.approx(by_matmuls)

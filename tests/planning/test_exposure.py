@@ -10,7 +10,6 @@ from jaxdist.models import build_decoder
 from jaxdist.planning import exposure
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.rates import rates_of
 from jaxdist.planning.search.candidates import candidates, meshes
 from jaxdist.planning.search.estimate import estimate
 from jaxdist.planning.search.screen import Screen
@@ -48,11 +47,11 @@ def test_what_overlaps_nothing_counts_in_full(monkeypatch):
         {"parallel.zero": 3, "train.global_batch_size": 64, "model.sequence": 2048}
     )
     usual = estimate(config, build_decoder(config.model), h100)
-    by_layer = float(usual.step.by_layer) / rates_of(h100).network
+    by_layer = float(usual.step.by_layer) / h100.rates.network
     assert usual.parts["data"] < by_layer
     monkeypatch.setattr(exposure, "CROWDED", 0.0)
     full = estimate(config, build_decoder(config.model), h100)
-    once = float(usual.step.once) / rates_of(h100).network
+    once = float(usual.step.once) / h100.rates.network
     assert full.parts["data"] == pytest.approx(by_layer + once)
 
 

@@ -10,7 +10,6 @@ from jaxdist.planning import kernels_time, reference_pass
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.layer_time import layer_times, speed_of
 from jaxdist.planning.model_report import model_size
-from jaxdist.planning.rates import rates_of
 from jaxdist.planning.search import text
 from jaxdist.planning.search.candidates import candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate
@@ -168,6 +167,6 @@ def test_a_frozen_router_and_frozen_experts_have_no_gradients():
     times |= dict(recomputes_attention=False, recomputes_all=False)
     *_, of_weights = layer_times(adapted, CLUSTER, **times)
     speed = speed_of(adapted, CLUSTER)
-    moved = 0.75 * kernels_time.moved(4096, adapted.model.embed, 1, False, speed, rates_of(CLUSTER))
+    moved = 0.75 * kernels_time.moved(4096, adapted.model.embed, 1, False, speed, CLUSTER.rates)
     adapters = 2 * 4096 * trained_beside(adapted.model) / speed.matmul
     assert of_weights == pytest.approx(adapters + moved, rel=0.01)

@@ -12,7 +12,7 @@ from jaxdist.mesh import parse_mesh
 from jaxdist.models import build_decoder
 from jaxdist.planning.clusters import calibrated, cluster, to_toml
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.rates import published_rates, rates_of
+from jaxdist.planning.rates import published_rates
 from jaxdist.planning.search import refit
 from jaxdist.planning.search.estimate import estimate
 from jaxdist.request import load
@@ -77,8 +77,8 @@ def test_a_cluster_file_keeps_them(found, tmp_path):
     path.write_text(refit.file_text(found, "h100-ndr"))
     read = cluster(str(path))
     assert dict(read.efficiency) == pytest.approx({one.name: one.value for one in found.constants}, rel=1e-3)
-    assert rates_of(read).matmul == pytest.approx(OWN["matmul"], rel=0.1)
-    assert rates_of(read).stragglers == published_rates("h100").stragglers
+    assert read.rates.matmul == pytest.approx(OWN["matmul"], rel=0.1)
+    assert read.rates.stragglers == published_rates("h100").stragglers
     assert read.across == H100.across
     assert calibrated(replace(cluster("cpu"), efficiency=read.efficiency))
     # A whole file has them too; another GPU does not inherit them.

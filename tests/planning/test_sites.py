@@ -15,6 +15,7 @@ from jaxdist.planning.clusters import Link, check_sites, cluster
 from jaxdist.planning.collective_time import (
     ALL_TO_ALL,
     START,
+    Group,
     group_over,
     in_site_of,
     ranks_together,
@@ -102,12 +103,12 @@ def test_hops_between_sites_take_their_latency():
 
 
 def test_the_formula_names_the_link_between_sites():
-    told = why(ALL_REDUCE, 1e9, 2, 1, WIDE, 1)
+    told = why(ALL_REDUCE, 1e9, Group(2.0, 1.0, WIDE, 1.0))
     assert "h=1 in a site" in told
     assert "(M-1) C" in told
     assert "C=2e+04 us" in told
     assert "c=0.0125 GB/s" in told
-    assert " C" not in why(ALL_REDUCE, 1e9, 8, 4, WIDE)
+    assert " C" not in why(ALL_REDUCE, 1e9, Group(8.0, 4.0, WIDE))
 
 
 def test_arrays_of_meshes_give_what_single_meshes_give():

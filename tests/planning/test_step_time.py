@@ -9,7 +9,7 @@ from jaxdist.models import build
 from jaxdist.planning import certainty, kernels_time, layer_time, rates
 from jaxdist.planning.clusters import PRESETS, cluster
 from jaxdist.planning.collective_time import Group
-from jaxdist.planning.rates import NEUTRAL, rates_of
+from jaxdist.planning.rates import NEUTRAL
 from jaxdist.planning.search.candidates import BRANCHING, candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import estimate
 from jaxdist.planning.search.plan import search
@@ -92,10 +92,10 @@ def test_recomputing_a_layer_takes_its_forward_pass_again():
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_shipped_cluster_has_rates(name):
-    found = rates_of(cluster(name))
+    found = cluster(name).rates
     assert all(value >= 0 for value in vars(found).values())
     assert 0.3 < found.matmul <= 1
-    assert found == rates_of(cluster(name))
+    assert found == cluster(name).rates
 
 
 def test_intervals_are_those_of_the_kind():

@@ -9,7 +9,7 @@ user asks for something that depends on replicas (`mesh.crossing`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import product
 
 import numpy as np
@@ -179,7 +179,8 @@ def _columns(
     rows = [[number, *(shape[axis] for axis in MESH)] for number, shape in shapes]
     sizes = np.array(rows, int).reshape(-1, len(names))
     schedule_and_chunks = np.array(schedules)
-    micro = np.array(list(_powers_of_two(config.train.global_batch_size)))
+    # The powers of two up to a micro-batch of one row.
+    micro = 2 ** np.arange(config.train.global_batch_size.bit_length())
     choices: list[Columns] = [
         {name: sizes[:, place] for place, name in enumerate(names)},
         {"zero": np.arange(4)},
@@ -225,20 +226,10 @@ def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
         if name:
             refused = [REMATS.index(value) for value in TRAITS[name].not_recomputed]
             remat = remat & ((c["schedule"] != number) | ~np.isin(c["remat"], refused))
-    no_ring_in_branch = ~BRANCHING[c["schedule"]] | (c[CONTEXT] == 1) | _ulysses_divides(config, c)
+    # Ulysses needs `context` to divide the query heads of a model rank.
+    ulysses = config.model.heads % (c[MODEL] * c[CONTEXT]) == 0
+    no_ring_in_branch = ~BRANCHING[c["schedule"]] | (c[CONTEXT] == 1) | ulysses
     return sequence & zero & outside & batch & layers & remat & no_ring_in_branch
-
-
-def _ulysses_divides(config: Config, c: Columns) -> np.ndarray:
-    """Return where `context` divides the query heads of a model rank, as Ulysses needs."""
-    return config.model.heads % (c[MODEL] * c[CONTEXT]) == 0
-
-
-def _powers_of_two(most: int) -> Iterator[int]:
-    number = 1
-    while number <= most:
-        yield number
-        number *= 2
 
 
 def candidate_config(config: Config, row: dict[str, int]) -> Config:

@@ -42,7 +42,7 @@ from jaxdist.planning.layer_time import head_seconds, runs_by_matmuls, times_of_
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.predicted_collectives import F32, Transfer
 from jaxdist.planning.runs import Step
-from jaxdist.planning.search.traffic_time import BETWEEN_SITES, ONCE
+from jaxdist.planning.search.traffic_time import BETWEEN_SITES, ONCE, step_of
 from jaxdist.planning.search.traffic_time import communication as communication_seconds
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.planning.timing import flops_of_step
@@ -125,12 +125,13 @@ class Estimate:
         for transfer in merge_calls(self.outer):
             group = group_over(self.split.shape, transfer.axes, cluster)
             name = BETWEEN_SITES if group.sites > 1 else ONCE
-            found.seconds[name] += seconds_in(group, transfer) / self.split.crossing_traits.every
+            found[name] += seconds_in(group, transfer) / self.split.crossing_traits.every
         learned = self.memory.parameters
         if self.config.model.frozen:
             learned = sum(F32 * p.held for p in self.sharded.parameters if p.trained)
         updated = step_bytes.updated(learned, self.memory.optimizer) + self.memory.copy
-        return found.step(
+        return step_of(
+            found,
             arithmetic=work,
             waiting=lockstep - work,
             updated=updated / cluster.bandwidth,

@@ -46,7 +46,7 @@ from jaxdist.planning.search.distinct import Column, Scalar, distinct_rows, map_
 from jaxdist.planning.search.estimate import Device
 from jaxdist.planning.search.screen_sizes import SAVED
 from jaxdist.planning.search.screen_steps import CHOICES, Steps
-from jaxdist.planning.search.traffic_time import BESIDE, BETWEEN_SITES, ONCE, Communication
+from jaxdist.planning.search.traffic_time import BESIDE, BETWEEN_SITES, ONCE, step_of
 from jaxdist.planning.step_time import PESSIMISTIC, parts
 from jaxdist.sharding import RESIDUAL, RULES, Layout
 
@@ -90,10 +90,11 @@ class Screen(Steps):
         held = memory.held(self.config, few.learned, few.columns["zero"], few.staged)
         updated = np.asarray(step_bytes.updated(held.parameters, held.optimizer))[kinds]
         # Over the replicas, only delayed gradients wait for nothing.
-        found = self.communication().seconds
+        found = self.communication()
         crossing = ONCE if self.cluster.between is None else BETWEEN_SITES
         found[BESIDE if self.rule.late else crossing] += replicas
-        step = Communication(found).step(
+        step = step_of(
+            found,
             arithmetic=work,
             waiting=lockstep - work,
             updated=updated / self.cluster.bandwidth,
@@ -242,7 +243,8 @@ class Screen(Steps):
 
             return learned * map_distinct(by_element, self.columns[REPLICA], self.layers_held, side)
 
-        return np.sum([seconds(kind, sent(kind)) for kind in (ALL_REDUCE, ALL_GATHER, ALL_TO_ALL)], axis=0)
+        each = ((kind, sent(kind)) for kind in (ALL_REDUCE, ALL_GATHER, ALL_TO_ALL))
+        return np.sum([np.where(count > 0, seconds(kind, count), 0) for kind, count in each], axis=0)
 
     # Scalar functions of the predictor, applied to columns.
 

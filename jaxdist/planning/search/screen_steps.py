@@ -37,7 +37,7 @@ from jaxdist.planning.search.candidates import (
 from jaxdist.planning.search.distinct import Column, Scalar, distinct_rows, map_distinct, mapping
 from jaxdist.planning.search.estimate import Device, layout_of
 from jaxdist.planning.search.screen_sizes import SAVED, Sizes
-from jaxdist.planning.search.traffic_time import Communication, communication, joined
+from jaxdist.planning.search.traffic_time import Seconds, communication, names
 from jaxdist.sharding import Layout, Params
 
 CHOICES = ("zero", "sequence", "outside", "remat", "schedule", RING)
@@ -53,7 +53,7 @@ PLAIN = np.array([_NAMED[0] if number in _NAMED else number for number in range(
 class Steps(Sizes):
     """Steps of the candidates in `columns`."""
 
-    def communication(self) -> Communication:
+    def communication(self) -> Seconds:
         """Return the seconds of all transfers, but for what crosses the replicas."""
         m = self.config.model
         c = self.columns
@@ -64,7 +64,7 @@ class Steps(Sizes):
         remat = np.where(c["remat"] == stage, stage, 0)
         activations = self._with(zero=keep, outside=nothing)._seconds(Steps._of_activations, "zero", "sequence", RING)
         weights = self._with(sequence=nothing, remat=remat)._seconds(Steps._of_weights, "zero")
-        return activations.and_(weights)
+        return {name: took + weights[name] for name, took in activations.items()}
 
     def distinct(self, *names: str) -> tuple[Self, Column]:
         """Return the distinct rows of these columns alone, and for each row its index among those.
@@ -89,7 +89,7 @@ class Steps(Sizes):
         """Return the candidates with other columns, and with one schedule for all that run the same slots."""
         return self.having(schedule=PLAIN[self.columns["schedule"]], **columns)
 
-    def _seconds(self, described: Callable[[Self], Iterator[Transfer]], *choices: str) -> Communication:
+    def _seconds(self, described: Callable[[Self], Iterator[Transfer]], *choices: str) -> Seconds:
         """Return the seconds of the transfers that are `described`.
 
         Candidates with the same `choices` are described at once, those with a pipeline apart from those without, and
@@ -97,9 +97,11 @@ class Steps(Sizes):
         """
         few, kinds = self.distinct(*CHOICES, "mesh", "micro", "virtual")
         # Ranks of a pipeline that split no tensors share the vocabulary among stages alone.
-        groups = few.groups(few.staged, few.columns[MODEL] > 1, *(few.columns[name] for name in choices))
-        found = [(at, communication(one.step, described(one), one.sizes, self.cluster)) for at, one in groups]
-        return joined(self.config.model, found, len(few.columns["mesh"])).of(kinds)
+        found = {name: np.zeros(len(few.columns["mesh"])) for name in names(self.config.model)}
+        for at, one in few.groups(few.staged, few.columns[MODEL] > 1, *(few.columns[name] for name in choices)):
+            for name, took in communication(one.step, described(one), one.sizes, self.cluster).items():
+                found[name][at] = took
+        return {name: took[kinds] for name, took in found.items()}
 
     def groups(self, *columns: Column) -> Iterator[tuple[np.ndarray, Self]]:
         """Yield the candidates that have the same values in these columns, and their indices."""

@@ -22,7 +22,7 @@ from jaxdist.planning import (
     transfer_time,
 )
 from jaxdist.planning.clusters import calibrated, how_to_calibrate, of_gpu
-from jaxdist.planning.collective_time import ranks_together
+from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.expert_rows import assumption
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search import slow_link
@@ -32,7 +32,7 @@ from jaxdist.planning.search.plan import Plan
 from jaxdist.planning.search.questions import alone
 from jaxdist.planning.search.reasons import EQUAL, reason
 from jaxdist.planning.timing import in_window
-from jaxdist.planning.transfer_time import merge_calls, seconds, seconds_over_axes
+from jaxdist.planning.transfer_time import merge_calls, seconds_in, seconds_over_axes
 
 SHOWN = 10
 """Ranked candidates that are printed."""
@@ -297,14 +297,11 @@ def collectives(candidate: Estimate) -> list[tuple[tuple[str, ...], str]]:
     outer = [replace(transfer, what=transfer.what + every) for transfer in candidate.outer]
     for transfer in [*merge_calls(candidate.transfers), *merge_calls(outer)]:
         over = " ".join(f"{axis}={candidate.shape[axis]}" for axis in transfer.axes)
-        seconds_of_all = seconds(transfer, candidate.shape, cluster)
-        sent = size(transfer.wire_bytes)
-        figures = (transfer.what, transfer.kind, over, f"{transfer.calls:,}", sent, f"{seconds_of_all:.3g}")
-        inside, in_site = ranks_together(candidate.shape, transfer.axes, cluster)
+        group = group_over(candidate.shape, transfer.axes, cluster)
+        sent, took = size(transfer.wire_bytes), seconds_in(group, transfer)
+        figures = (transfer.what, transfer.kind, over, f"{transfer.calls:,}", sent, f"{took:.3g}")
         of_call = transfer.payload_bytes / transfer.calls
-        here = transfer.devices if in_site is None else int(in_site)
-        reason = collective_time.why(transfer.kind, of_call, transfer.devices, int(inside), cluster, here)
-        found.append((figures, reason))
+        found.append((figures, collective_time.why(transfer.kind, of_call, group)))
     return found
 
 

@@ -7,9 +7,7 @@ for all candidates of a search at once, with the transfers of theory for sizes t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
 
 from jaxdist.config import ModelConfig
 from jaxdist.mesh import CONTEXT, DATA, EXPERT, FAST, MODEL, PIPELINE, REPLICA
@@ -31,52 +29,33 @@ OF_DATA = (ONCE, BETWEEN_SITES, BESIDE, BY_LAYER, BY_LAYER_ONE_CARD)
 """The fields of a `step_time.Step` for weights and gradients."""
 
 
-@dataclass(frozen=True)
-class Communication:
-    """Seconds of a step's transfers: of each part of the step, and of weights and gradients of each of `OF_DATA`."""
-
-    seconds: dict[str, Numbers]
-
-    def and_(self, other: Communication) -> Communication:
-        """Return the transfers of both."""
-        return Communication({name: took + other.seconds[name] for name, took in self.seconds.items()})
-
-    def of(self, rows: np.ndarray) -> Communication:
-        """Return the steps with these indices."""
-        return Communication({name: np.asarray(took)[rows] for name, took in self.seconds.items()})
-
-    def step(self, **others: Numbers) -> Step:
-        """Return a step with these transfers, and with `others` of its fields."""
-        apart = {part: took for part, took in self.seconds.items() if part in (CONTEXT, EXPERT)}
-        given = {name: self.seconds[name] for name in OF_DATA}
-        return Step(others=apart, model=self.seconds[MODEL], messages=self.seconds[PIPELINE], **given, **others)
+Seconds = dict[str, Numbers]
+"""Seconds of a step's transfers: of each part of the step, and of weights and gradients of each of `OF_DATA`."""
 
 
-def none(m: ModelConfig, count: int | None = None) -> Communication:
-    """Return a step without transfers, or arrays of `count` of them."""
-    names = (*communicating(m), *OF_DATA)
-    return Communication({name: 0.0 if count is None else np.zeros(count) for name in names})
+def step_of(seconds: Seconds, **others: Numbers) -> Step:
+    """Return a step with these transfers, and with `others` of its fields."""
+    apart = {part: took for part, took in seconds.items() if part in (CONTEXT, EXPERT)}
+    of_data = {name: seconds[name] for name in OF_DATA}
+    return Step(others=apart, model=seconds[MODEL], messages=seconds[PIPELINE], **of_data, **others)
 
 
-def joined(m: ModelConfig, groups: Iterable[tuple[np.ndarray, Communication]], count: int) -> Communication:
-    """Return the transfers of `count` steps, of which each group has those with its indices."""
-    found = none(m, count)
-    for rows, group in groups:
-        for name, took in group.seconds.items():
-            found.seconds[name][rows] = took  # type: ignore[index]
-    return found
+def names(m: ModelConfig) -> tuple[str, ...]:
+    """Return the keys of `Seconds`."""
+    experts = (EXPERT,) if m.traits.routed else ()
+    return (CONTEXT, *experts, MODEL, PIPELINE, *OF_DATA)
 
 
 def communication(
     step: Sending, transfers: Iterable[Transfer], shape: Mapping[str, Numbers], cluster: Cluster
-) -> Communication:
+) -> Seconds:
     """Return the seconds of these transfers of a step on a mesh of `shape`.
 
     With local steps they stay within one replica, priced where it lies on the whole mesh.
     """
     # What crosses no axis of any mesh takes no time.
     transfers = [transfer for transfer in transfers if transfer.axes]
-    found = none(step.config.model).seconds
+    found: Seconds = dict.fromkeys(names(step.config.model), 0.0)
     merged = merge_calls(transfers)
     groups = {axes: group_over(shape, axes, cluster) for axes in {transfer.axes for transfer in merged}}
     rings = False
@@ -107,14 +86,7 @@ def communication(
     # A rank that branches takes part in the collectives of its own units only, not in those of every tick.
     for axis in found.keys() & FAST:
         found[axis] *= step.runs.own
-    return Communication(found)
-
-
-def communicating(m: ModelConfig) -> tuple[str, ...]:
-    """Return the parts of a step in which devices communicate, but for weights and gradients."""
-    if m.traits.routed:
-        return (CONTEXT, EXPERT, MODEL, PIPELINE)
-    return (CONTEXT, MODEL, PIPELINE)
+    return found
 
 
 def _further_rounds(step: Sending, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
