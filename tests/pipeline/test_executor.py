@@ -27,26 +27,26 @@ ROWS = [
     ("1x1x4", "gpipe", dict(micro=5, remat="stage")),
     ("2x2x2", "1f1b", dict(zero=2, sequence=True, remat="stage", layers=3)),
     ("2x2x2", "interleaved", dict(v=2, zero=3, rate=0.1, remat="dots")),
-    ("2x1x2", "interleaved", dict(v=2, zero=1, micro=5, layers=5, remat="stage")),
-    ("2x2x2", "zb-u", dict(zero=2, sequence=True, rate=0.1)),
     ("1x2x4", "zb-u", dict(micro=6, remat="dots")),
-    ("2x2x2", "zb-u", dict(zero=1, v=2)),
-    ("2x1x2", "zb-h1", dict(v=2, zero=2, micro=5, layers=5)),
 ]
 
 OTHERS = [
+    ("2x1x2", "interleaved", dict(v=2, zero=1, micro=5, layers=5, remat="stage")),
+    ("2x2x2", "zb-u", dict(zero=2, sequence=True, rate=0.1)),
+    ("2x2x2", "zb-u", dict(zero=1, v=2)),
+    ("2x1x2", "zb-h1", dict(v=2, zero=2, micro=5, layers=5)),
+    ("2x1x2", "zb-u", dict(layers=5, period=2, zero=2)),
+    ("2x1x2", "1f1b", dict(layers=11, period=3, zero=1)),
     ("1x1x4", "1f1b", dict(micro=3, layers=6, remat="block")),
     ("2x1x2", "zb-u", dict(v=2, zero=3, layers=5, remat="block")),
     ("1x2x4", "zb-h1", dict(micro=6, sequence=True, remat="block")),
     ("2x2x2", "zb-h1", dict(zero=1, v=2, remat="dots")),
 ]
-"""Each has the schedule, the axes and the stage of rows above, one by one."""
+"""Each has the schedule, the axes, the stage and the kinds of layers of other rows, one by one."""
 
 KINDS = [
-    ("2x1x2", "zb-u", dict(layers=5, period=2, zero=2)),
     ("2x1x2", "zb-h1", dict(layers=7, period=3, zero=3, rate=0.1)),
     ("1x2x2", "interleaved", dict(layers=8, period=2, v=2, sequence=True, remat="block")),
-    ("2x1x2", "1f1b", dict(layers=11, period=3, zero=1)),
     ("1x1x3", "gpipe", dict(layers=7, period=3, remat="stage")),
 ]
 """Layers of several kinds, with a period cut short or without."""
