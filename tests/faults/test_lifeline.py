@@ -14,6 +14,7 @@ import pytest
 from jaxdist.cluster import lifeline
 from tests.faults.jobs import argv, saved, step_of, until
 from tests.processes import started
+from tests.tiers import exhaustive
 
 SUBREAPER = 36
 """`prctl` option: processes whose parent ends become children of this one, which can then wait for them."""
@@ -89,7 +90,7 @@ def exit_code(pid: int, seconds: float) -> int | None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans are given to the test by Linux alone")
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, *exhaustive([(2,)])])
 def test_a_killed_launcher_takes_its_processes_with_it(processes, text, tmp_path, orphans):
     folder = tmp_path / "run"
     words = argv(folder, text, "--train.steps=100000", "--checkpoint.every=5", "--log.every=1")

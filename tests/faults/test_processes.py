@@ -128,10 +128,9 @@ def trained(text, tmp_path_factory):
 @pytest.mark.parametrize(
     ("processes", "options"),
     [
-        (1, ["--mesh=1x1x1", "--parallel.zero=0"]),
         (1, ["--mesh=1x2x2", "--parallel.zero=0", "--pipeline.schedule=1f1b", "--pipeline.microbatches=4"]),
         (4, ["--mesh=4x1x1", "--parallel.zero=0"]),
-        *exhaustive([(1, ["--mesh=8x1x1", "--parallel.zero=3"])]),
+        *exhaustive([(1, ["--mesh=1x1x1", "--parallel.zero=0"]), (1, ["--mesh=8x1x1", "--parallel.zero=3"])]),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else value[0],
 )

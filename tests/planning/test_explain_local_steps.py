@@ -145,7 +145,7 @@ def test_a_step_of_all_devices_is_refused():
         lower_step(config({}), jax.devices()[:4])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not target.available(), reason="compiling for a GPU needs JAX's CUDA plug-in")
 def test_two_sites_of_h100():
     """Exact, for GPUs that are not there: theory to the byte over `replica`; seconds of the ring, divided by H."""

@@ -314,7 +314,7 @@ def test_killed_and_resumed_with_other_replicas_the_loss_is_close(run, straight,
     np.testing.assert_allclose(a, b, rtol=2e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_out_of_time_in_a_round_it_says_what_is_lost(request_of):
     """A stop waits for the end of the round; where grace_seconds are over before, its steps are lost."""
     options = ("--train.local-steps=10000", "--train.steps=20000", "--checkpoint.grace-seconds=1")
