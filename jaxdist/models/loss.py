@@ -222,7 +222,8 @@ def _fused_backward(
     layout: Layout, form: Form, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     dx, d_table, table = saved
-    dx = dx * g.astype(dx.dtype)
+    # The product is rounded once: in float16, `g` by itself could be too large or too small to be held.
+    dx = (dx.astype(g.dtype) * g).astype(dx.dtype)
     d_table = _turned(layout, d_table * g).astype(table.dtype)
     return dx, d_table, None
 

@@ -85,15 +85,18 @@ class Executor:
                 "recomputing the whole stage would undo; ask for remat block, dots or none, or for another schedule"
             )
 
-    def gradients(self, weights: Params, batch: Tree) -> tuple[tuple[Float[Array, ""], Tree], Params, Tree]:
+    def gradients(
+        self, weights: Params, batch: Tree, scale: Float[Array, ""] | None = None
+    ) -> tuple[tuple[Float[Array, ""], Tree], Params, Tree]:
         """Return ((summed loss, further sums), its gradient in f32, aux) of a `batch` [M, B, ...].
 
-        Gradient and aux lie as `Placement.reduced` says.
+        Gradient and aux lie as `Placement.reduced` says. The gradient is that of `scale` times the loss.
         """
         run = partial(self._run, True)
         places = differentiated(self.places, self.places), self.aux_places
         specs = P(), *jax.tree.map(lambda p: p.reduced, places)
-        return self.in_region(run, specs)(*self.arguments(weights, batch))
+        scales = () if scale is None else (scale,)
+        return self.in_region(run, specs)(*self.arguments(weights, batch), *scales)
 
     def loss(self, weights: Params, batch: Tree) -> tuple[Float[Array, ""], Tree]:
         """Return (the summed loss, further sums) alone: F and head of the same table."""
@@ -111,13 +114,13 @@ class Executor:
 
         return self.in_region(run, spec)(*self.arguments(weights, batch))
 
-    def in_region(self, run: Callable[[Columns, Params, Tree], Tree], out_specs: Tree) -> Callable[..., Any]:
-        """Return a function of `arguments` that calls `run(rows, weights, batch)` on every device."""
+    def in_region(self, run: Callable[..., Tree], out_specs: Tree) -> Callable[..., Any]:
+        """Return a function of `arguments`, and of scalars, that calls `run` with them on every device."""
         columns = jax.tree.map(_column_spec, self.table.rows)
 
-        def call(rows: Columns, weights: Params, batch: Tree) -> Any:
-            specs = (columns, self._rest, batch_specs(self.layout, batch))
-            return jax.shard_map(run, in_specs=specs, out_specs=out_specs)(rows, weights, batch)
+        def call(rows: Columns, weights: Params, batch: Tree, *scalars: Float[Array, ""]) -> Any:
+            specs = (columns, self._rest, batch_specs(self.layout, batch), *(P() for _ in scalars))
+            return jax.shard_map(run, in_specs=specs, out_specs=out_specs)(rows, weights, batch, *scalars)
 
         return call
 
@@ -134,10 +137,12 @@ class Executor:
     def _rest(self) -> Tree:
         return jax.tree.map(lambda p: p.rest, self.places)
 
-    def _run(self, backward: bool, rows: Columns, weights: Params, batch: Tree) -> Tree:
+    def _run(
+        self, backward: bool, rows: Columns, weights: Params, batch: Tree, scale: Float[Array, ""] | None = None
+    ) -> Tree:
         """Run all ticks on one device; without `backward`, only F and the head."""
         rows = jax.tree.map(lambda a: a[:, 0] if a.ndim == 2 else a, rows)
-        device = Region(self, weights, batch, backward)
+        device = Region(self, weights, batch, backward, scale)
         carry = device.start()
         for first, end, slots in self.table.segments:
             if not backward:
@@ -159,12 +164,15 @@ def _column_spec(column: np.ndarray) -> P:
 class Region(Device):
     """One device inside the region: the methods take its carry from tick to tick."""
 
-    def __init__(self, of: Executor, weights: Params, batch: Tree, backward: bool):
+    def __init__(
+        self, of: Executor, weights: Params, batch: Tree, backward: bool, scale: Float[Array, ""] | None = None
+    ):
         super().__init__(of.program, of.stages, of.layout, of.places, of.stage)
         self.table = of.table
         self.recompute = of.recompute
         self.batch = batch
         self.differentiates = backward
+        self.scale = scale
         self.uniform = self.table.schedule.uniform
         self.tops = own(self.top_places, {name: weights[name] for name in self.top_places})
         self.aux_places = of.aux_places
@@ -303,7 +311,8 @@ class Region(Device):
             if not self.differentiates:
                 return sums | {"loss": _add(sums["loss"], loss_of({}, last))}
             loss, vjp, further = jax.vjp(loss_of, self.learning_tops, last, has_aux=True)
-            tops, dy = vjp(region.vary(jnp.ones_like(loss), region.varying(loss)))
+            scale = jnp.ones_like(loss) if self.scale is None else self.scale.astype(loss.dtype)
+            tops, dy = vjp(region.vary(scale, region.varying(loss)))
             cots = put(sums["cots"], region.vary(dy, self.stream), row.F.cot)
             return {
                 "loss": _add(sums["loss"], (loss, further)),

@@ -15,8 +15,9 @@ from jaxdist.parallel import sink, zero
 from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.placement import differentiated
 from jaxdist.sharding import OfRows, wide
+from jaxdist.training.forward.balance import weighed
 from jaxdist.training.forward.base import ForwardBase
-from jaxdist.training.forward.step import Batch, Summed, Sums
+from jaxdist.training.forward.step import Batch, Scale, Summed, Sums
 
 Outcome = tuple[Float[Array, ""], Params, Sums, Aux]
 """(summed loss, variables after it, further sums, each device's own part of aux of all layers)."""
@@ -59,14 +60,16 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
             return rest
         return jax.tree.map(zero.gather, part_of(self.places, rest), rest)
 
-    def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
+    def gradients(
+        self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""], scale: Scale = None
+    ) -> Summed:
         """Return loss and gradients, summed over all micro-batches and devices; gradients wait for `zero.cross`.
 
         Those that are not `reduced_last` are reduced in every layer's backward pass. Aux are few numbers, and always
         reduced at the end.
         """
         make = self._reduce_at_the_end if self.reduced_last else self._reduce_in_layers
-        loss, grads, variables, further, aux = make(weights, variables, batch, step)
+        loss, grads, variables, further, aux = make(weights, variables, batch, step, scale)
         aux = jax.tree.map(zero.reduce, self.aux_places, aux)
         return loss, grads, variables, further, aux
 
@@ -88,7 +91,9 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
         learning = differentiated(self.places, self.abstract)
         return jax.tree.map(lambda p, w: zero.reduced_sums(p, w.shape, dtype), self.differentiated_places, learning)
 
-    def _reduce_at_the_end(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
+    def _reduce_at_the_end(
+        self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""], scale: Scale
+    ) -> Summed:
         """Stages 0 and 1: each device accumulates its own whole gradients in f32; they are reduced once, at the end."""
 
         def loss_of(learning: Params, variables: Params, parts: Batch) -> Outcome:
@@ -97,11 +102,13 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
         # Each device adds up its own sums: nothing moves before all micro-batches are through.
         learning = differentiated(self.places, weights)
         zeros = self.accumulators(weights)
-        loss, grads, *rest = self._accumulate(loss_of, learning, zeros, variables, _one_by_one(batch))
+        loss, grads, *rest = self._accumulate(loss_of, learning, zeros, variables, _one_by_one(batch), scale)
         grads = jax.tree.map(zero.reduce, self.differentiated_places, grads)
         return loss, grads, *rest
 
-    def _reduce_in_layers(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
+    def _reduce_in_layers(
+        self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""], scale: Scale
+    ) -> Summed:
         """Stages 2 and 3: each layer's gradient is reduced as it is made, and only its shard is kept."""
         # A sink is zeros in the shape of a parameter at rest: its gradient is the reduced gradient of the weight.
         dtype = wide(self.dtype)
@@ -116,15 +123,19 @@ class AccumulatingForward(ForwardBase[ModelT], ABC):
             groups = jax.tree.map(lambda a: a[None], batch)
         else:
             groups = _one_by_one(batch)
-        return self._accumulate(loss_of, sinks, self.accumulators(weights), variables, groups)
+        return self._accumulate(loss_of, sinks, self.accumulators(weights), variables, groups, scale)
 
-    def _accumulate(self, loss_of: LossOf, towards: Params, zeros: Params, variables: Params, groups: Batch) -> Summed:
+    def _accumulate(
+        self, loss_of: LossOf, towards: Params, zeros: Params, variables: Params, groups: Batch, scale: Scale
+    ) -> Summed:
         """Sum loss and gradients over the leading dim of `groups`; the gradient is with respect to `towards`."""
 
         def with_auxiliary(
             towards: Params, variables: Params, parts: Batch
         ) -> tuple[Float[Array, ""], tuple[Params, tuple[Sums, Aux]]]:
             loss, variables, further, aux = loss_of(towards, variables, parts)
+            if scale is not None:
+                loss = weighed(loss, scale)
             return loss, (variables, (further, aux))
 
         gradient_of = jax.value_and_grad(with_auxiliary, has_aux=True)

@@ -29,7 +29,7 @@ from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
 from jaxdist.training.forward.balance import weighed
 from jaxdist.training.forward.base import PLAIN, ForwardOptions, made_at_rest
 from jaxdist.training.forward.remat import INPUT, Wrapper, keep_all, offload_input, recompute
-from jaxdist.training.forward.step import Batch, Summed
+from jaxdist.training.forward.step import Batch, Scale, Summed
 
 
 class DecoderForward(AccumulatingForward[Model]):
@@ -96,12 +96,14 @@ class DecoderForward(AccumulatingForward[Model]):
 
         return made_at_rest(padded, self.places, key), {}
 
-    def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
+    def gradients(
+        self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""], scale: Scale = None
+    ) -> Summed:
         """Return what `AccumulatingForward.gradients` does; beside losses of layers the cross-entropy is weighed."""
         if self.has_layer_losses:
             k = len(batch["labels"])
             batch = batch | {"weight": jnp.broadcast_to(self.cross_entropy_weight(batch), (k,))}
-        return super().gradients(weights, variables, batch, step)
+        return super().gradients(weights, variables, batch, step, scale)
 
     def loss(
         self, weights: Params, sinks: Params | None, variables: Params, parts: Batch, step: Int[Array, ""] | None

@@ -19,7 +19,7 @@ from jaxdist.parallel.sink import in_use
 from jaxdist.sharding import Layout, OfRows, Tree, Weighted, wide
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
 from jaxdist.training.forward.base import count_rows
-from jaxdist.training.forward.step import AUX, LOSS, Batch, Summed
+from jaxdist.training.forward.step import AUX, LOSS, Batch, Scale, Summed
 
 Scope = Literal["batch", "rows", "device"]
 """What the loss function sees at once.
@@ -94,9 +94,11 @@ class ModuleForward(AccumulatingForward[Foreign]):
         """
         return super().reduced_last and (self.scope != "batch" or self.stage == 0)
 
-    def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
+    def gradients(
+        self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""], scale: Scale = None
+    ) -> Summed:
         """Return what every forward pass does; arrays with rows have those of all micro-batches, as the batch does."""
-        loss, grads, variables, further, aux = super().gradients(weights, variables, batch, step)
+        loss, grads, variables, further, aux = super().gradients(weights, variables, batch, step, scale)
         if AUX in further:
             whole = jax.tree.map(lambda a: foreign.rows_of_all(self.layout, a), further[AUX])
             further = {**further, AUX: whole}

@@ -30,7 +30,7 @@ from jaxdist.training.forward.balance import weighed
 from jaxdist.training.forward.base import ForwardBase, ForwardOptions, made_at_rest
 from jaxdist.training.forward.objective import ScalarSums
 from jaxdist.training.forward.remat import recompute
-from jaxdist.training.forward.step import Batch, Summed, Sums
+from jaxdist.training.forward.step import Batch, Scale, Summed, Sums
 
 Head = Callable[..., tuple[Array, ScalarSums]]
 """What `Program.loss` is, where it makes an array."""
@@ -114,10 +114,12 @@ class StagedForward(ForwardBase[ModelT], ABC):
         params = self.stages.fold(self.logical_params(key))
         return self.vocabulary.pad(params) if self.vocabulary else params
 
-    def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
+    def gradients(
+        self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""], scale: Scale = None
+    ) -> Summed:
         """Return (summed loss, its gradient in f32, variables, further sums, aux); a pipeline has no variables."""
         batch = self.with_keys(self.with_reference(weights, batch), step)
-        (loss, further), grads, aux = self.executor(batch).gradients(weights, batch)
+        (loss, further), grads, aux = self.executor(batch).gradients(weights, batch, scale)
         return loss, grads, variables, further, aux
 
     @property

@@ -50,6 +50,10 @@ AUX = "arrays with rows"
 Grads = Params
 """Gradients, nested as the parameters are."""
 
+Scale = Float[Array, ""] | None
+"""The number by which the backward pass multiplies the summed loss, so that no gradient in float16 is too small to be
+held; None: 1."""
+
 Summed = tuple[Float[Array, ""], Grads, Params, Sums, Aux]
 """(loss, gradients, variables, further, aux): all but the variables are sums over what `Forward.count` counts.
 
@@ -150,8 +154,13 @@ class Forward(Protocol):
     def weights(self, params: Params) -> Params:
         """Return the parameters in the compute dtype, gathered if that is done once per step."""
 
-    def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""]) -> Summed:
-        """Sum over all micro-batches and devices; `zero.cross` adds up gradients and aux, both in f32."""
+    def gradients(
+        self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""], scale: Scale = None
+    ) -> Summed:
+        """Sum over all micro-batches and devices; `zero.cross` adds up gradients and aux, both in f32.
+
+        Gradients are those of `scale` times the loss.
+        """
 
     def evaluate(self, weights: Params, variables: Params, batch: Batch) -> tuple[Float[Array, ""], Sums]:
         """Return (summed loss, further sums)."""
@@ -385,9 +394,14 @@ class Step:
             crossing=crossing,
         )
 
-    def gradients(self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int = 0) -> Gradients:
-        """Return the loss and its gradient over all micro-batches and devices; nothing of them is compressed."""
-        loss, sums, count, variables, further, aux = self._means(weights, variables, batch, step)
+    def gradients(
+        self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int = 0, scale: Scale = None
+    ) -> Gradients:
+        """Return the loss and its gradient over all micro-batches and devices; nothing of them is compressed.
+
+        The backward pass computes with `scale` times the loss, of which the gradients show nothing.
+        """
+        loss, sums, count, variables, further, aux = self._means(weights, variables, batch, step, scale)
         grads, _ = Crossing().add_up(self.differentiated, sums, None, jnp.asarray(step))
         aux = jax.tree.map(zero.cross, self.forward.aux_places, aux)
         of_rows: Any = further.pop(AUX, None)
@@ -396,10 +410,12 @@ class Step:
         return Gradients(grads, loss, count, variables, further, aux, rows)
 
     def _means(
-        self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int
+        self, weights: Params, variables: Params, batch: Batch, step: Int[Array, ""] | int, scale: Scale = None
     ) -> tuple[Float[Array, ""], Grads, Int[Array, ""], Params, Further, Aux]:
         """Return what `gradients` does, and aux, before the replicas' parts of the gradient and aux are added up."""
-        loss, grads, variables, further, aux = self.forward.gradients(weights, variables, batch, jnp.asarray(step))
+        loss, grads, variables, further, aux = self.forward.gradients(
+            weights, variables, batch, jnp.asarray(step), scale
+        )
         count, further = self._counted(batch, further)
         # The labels of a batch may all be masked: divide by 1 then.
         divisor = jnp.maximum(count, 1) if jnp.issubdtype(count.dtype, jnp.integer) else jnp.where(count == 0, 1, count)
@@ -412,6 +428,8 @@ class Step:
 
         positions = self.forward.positions(batch)
         share = factor if positions is None else jnp.asarray(1 / positions, factor.dtype)
+        if scale is not None:
+            share = share / scale
 
         def own_part(place: Placement, total: Array) -> Array:
             return scale_partial(total, share) if place.deferred else total * share
