@@ -40,6 +40,7 @@ from jaxdist.api.starting import exported, replaced, sources_of
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.script import check_joined, join
 from jaxdist.config import compute_dtype
+from jaxdist.config.float16 import scales_loss
 from jaxdist.mesh import BATCH_AXES, PIPELINE, describe, make_mesh, parse_mesh
 from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
@@ -126,7 +127,8 @@ def parallelize(
 
     ZeRO leaves parameters whole that have fewer than `shard` elements, or for which `shard(name, array)` is false.
     `precision` "bfloat16" casts parameters and the batch's floats before use; "mixed" also keeps the cast parameters
-    between steps.
+    between steps. "float16" casts too, and scales the loss in the backward pass: a step whose gradients are not finite
+    is skipped and halves the scale, and 2,000 good steps double it. `state.loss_scale` has it.
 
     Raises `ValueError` for impossible requests, before anything compiles. Warns where ZeRO leaves more than 10 % of the
     parameters whole because no dim divides by `data`, and where no rule says what splits a name of Flax's annotations;
@@ -169,7 +171,8 @@ def parallelize(
     learned = part_of(forward.abstract, places)
     takes = arguments_of(check_optimizer(optimizer), learned)
     rule = on_shards(optimizer if ema is None else averaged(optimizer, ema), places, learned)
-    step = Step(forward, rule, keep=precision == "mixed", takes_loss="value" in takes)
+    scaled = scales_loss(precision)
+    step = Step(forward, rule, keep=precision == "mixed", takes_loss="value" in takes, scales=scaled)
     compiler_options = xla_options.options_for(device_mesh, sequence=bool(layout.sequence_parallel))
     engine = Engine(device_mesh, layout, step, compiler_options)
 

@@ -25,7 +25,7 @@ Batch = Tree
 
 Shard = int | Callable[[str, jax.ShapeDtypeStruct], bool]
 Zero = Literal[0, 1, 2, 3]
-Precision = Literal["float32", "bfloat16", "mixed"]
+Precision = Literal["float32", "bfloat16", "mixed", "float16"]
 
 LISTED = 6
 """Arrays that an error names at most."""

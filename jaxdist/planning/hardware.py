@@ -108,6 +108,9 @@ CARDS = ("a6000", "l4", "l40s", "rtx4090", "rtx5090")
 MOST = 0.95
 """The largest share of a GPU's memory that JAX can take: CUDA's context and NCCL's buffers need the rest."""
 
+WITHOUT_BFLOAT16 = ("v100", "t4")
+"""GPUs, as clusters name them, whose matrix units have float16 and no bfloat16: those before Ampere."""
+
 PEAK_BFLOAT16 = {
     "GB300": 2500e12,
     **{name: gpu.peak for name, gpu in GPUS.items() if name not in CARDS},
@@ -124,12 +127,12 @@ def of_kind(device_kind: str) -> Gpu | None:
 
 
 def peak_flops(device_kind: str, precision: str) -> float | None:
-    """Return the FLOP/s of the matrix units.
+    """Return the FLOP/s of the matrix units, which are those of bfloat16 in float16 too.
 
     None where they are not known: for float32, CPUs and devices that are not listed. `precision` is that of a run.
     """
     # Mixed precision computes in bfloat16 too; for float32 no peak is listed.
-    if precision not in ("bfloat16", "mixed"):
+    if precision not in ("bfloat16", "mixed", "float16"):
         return None
     gpu = of_kind(device_kind)
     if gpu is not None:

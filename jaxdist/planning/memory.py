@@ -31,6 +31,7 @@ import jax
 import numpy as np
 
 from jaxdist.config import Config
+from jaxdist.config.float16 import scales_loss
 from jaxdist.config.stacks import path_to, stacks_of
 from jaxdist.mesh.split import Split, compute_width
 from jaxdist.models.foreign import Foreign
@@ -202,6 +203,9 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
     counters = 3
     if pipe is None or pipe.flush:
         counters += config.optimizer.rule.counters
+    if scales_loss(config.precision):
+        # The scale of the loss, and the good steps since it has changed.
+        counters += 2
     found = held(config, parameters, config.parallel.zero, pipelined=pipe is not None)
     scalars = with_replicas(config).scalars if any(map(_crossing, parameters)) else 0
     return replace(found, optimizer=found.optimizer + 4 * counters, in_flight=found.in_flight + scalars)

@@ -109,9 +109,9 @@ def copied(width: int, elements: Elements, precision: str) -> Numbers:
     """Return the bytes of the weights at rest that a step makes of what is held: cast, or gathered over replicas."""
     if precision == "mixed":
         return 0
-    if precision == "bfloat16":
-        return width * elements.rest
-    return width * np.where(np.asarray(elements.held) < elements.rest, elements.rest, 0)
+    if precision == "float32":
+        return width * np.where(np.asarray(elements.held) < elements.rest, elements.rest, 0)
+    return width * elements.rest
 
 
 def pipeline_gradients(zero: Numbers, width: int, layers: Elements, shared: Elements) -> Numbers:

@@ -18,6 +18,7 @@ from jaxdist.cluster.runtime import peak_bytes
 from jaxdist.output.units import size
 from jaxdist.planning.timing import mfu
 from jaxdist.training.forward.balance import CollapseWatch
+from jaxdist.training.forward.loss_scale import LEAST
 from jaxdist.training.forward.step import Metrics
 from jaxdist.training.metrics import Log
 
@@ -168,13 +169,16 @@ class Meter:
         self._shown = values
         self._unwritten = values
         # The last step before the end of the run is always logged, whatever ends it.
-        diverged = metrics.skipped_in_a_row >= self.reporting.max_skipped
+        # A larger scale of the loss may be all that is wrong, and is halved until it is not.
+        least = metrics.loss_scale is None or metrics.loss_scale <= LEAST
+        diverged = least and metrics.skipped_in_a_row >= self.reporting.max_skipped
         if self._due(one.steps) or diverged:
             self._write(values)
         if metrics.skipped_in_a_row:
             self.log.say(
                 f"step {step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: update skipped "
                 f"({metrics.skipped_in_a_row} in a row, {metrics.skipped} in all)"
+                + ("" if least else f"; the scale of the loss, {metrics.loss_scale:g}, is halved")
             )
         if diverged:
             raise Diverged(f"{metrics.skipped_in_a_row} steps in a row up to step {step} were not finite")
@@ -244,6 +248,8 @@ class Meter:
             "memory_bytes": peak_bytes(self.device),
             "skipped": int(metrics.skipped),
         }
+        if metrics.loss_scale is not None:
+            values["loss_scale"] = float(metrics.loss_scale)
         further = metrics.further if of.further is None else [name for name in of.further if name in metrics.further]
         # A mean does not hide a figure of the same name.
         return values | {name: float(metrics.further[name]) for name in further if name not in values}

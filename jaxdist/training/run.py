@@ -15,6 +15,7 @@ import optax
 from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.config import Config, RequestError, compute_dtype
+from jaxdist.config.float16 import scales_loss
 from jaxdist.config.trained import without_form
 from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.mesh import REPLICA, make_mesh, parse_mesh
@@ -189,6 +190,7 @@ class Run:
             offload=config.parallel.offload == "optimizer",
             crossing=self.crossing,
             saves_frozen=not config.model.frozen,
+            scales=scales_loss(config.precision),
         )
 
     def update_rule(self, roles: Params) -> optax.GradientTransformation:

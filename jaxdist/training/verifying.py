@@ -25,7 +25,7 @@ from jaxdist.sharding import Tree, name_of, named
 from jaxdist.training.engine import Engine
 from jaxdist.training.forward.step import Batch, Gradients, TrainState
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 """The largest relative difference, by the compute dtype. A leaf's is the norm of the difference over the norm of the
 leaf, or over a thousandth of the norm of all leaves if that is more."""
 

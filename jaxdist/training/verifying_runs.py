@@ -25,7 +25,7 @@ from jaxdist.training.verifying import Side, Verification, one_device, verify
 from jaxdist.weights.base import base_for
 from jaxdist.weights.source import source_of
 
-ROUNDED = "bfloat16 rounds, and may send tokens to other experts: --precision float32 is compared to 1e-4"
+ROUNDED = "{dtype} rounds, and may send tokens to other experts: --precision float32 is compared to 1e-4"
 
 
 def verify_run(run: Run, job: Job) -> Verification:
@@ -54,7 +54,7 @@ def verify_run(run: Run, job: Job) -> Verification:
         Side(alone.engine, partial(alone.task.batch_after, 0)),
         run.dtype,
         begin=partial(begin, run) if run.config.init_from else None,
-        hint="" if run.config.precision == "float32" else ROUNDED,
+        hint="" if run.config.precision == "float32" else ROUNDED.format(dtype=run.dtype),
     )
 
 

@@ -117,7 +117,10 @@ COMPILED = [ROWS[place] for place in (5, 7, 8, 14, 20, 27, 31, 32)]
 """Each stage, precision, family and axis once or more."""
 
 
-@pytest.mark.parametrize(("model", "mesh", "precision", "zero", "sequence"), ROWS, ids=str)
+SCALED = ("gpt", "2x2x1", "float16", 2, False)
+
+
+@pytest.mark.parametrize(("model", "mesh", "precision", "zero", "sequence"), [*ROWS, SCALED], ids=str)
 def test_bytes_of_the_state_are_predicted_exactly(model, mesh, precision, zero, sequence):
     """Of arrays as they are going to lie, without a program."""
     c = config(mesh, precision, zero, sequence, MODELS[model])

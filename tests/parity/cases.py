@@ -48,6 +48,8 @@ class Outcome:
     after: dict
     counts: dict[str, np.ndarray] = field(default_factory=dict)
     frozen: dict = field(default_factory=dict)
+    scales: list[tuple[float, int, int]] = field(default_factory=list)
+    """After each step: the scale of the loss, the good steps since it has changed, and the skipped steps."""
 
     @property
     def change(self):
@@ -117,10 +119,12 @@ def train(
     documents: Callable[[int, int, int], np.ndarray] = starts,
     rules: RulesConfig | None = None,
     batches: Callable[[int], dict[str, np.ndarray]] | None = None,
+    scales: tuple[float, ...] = (),
 ) -> Outcome:
     """`accumulation` micro-batches of `count` rows; those of the `pipeline`, if the mesh has stages. Documents of a row
     are `apart`, where `documents` of a step's number, B and S says, or joined. `batches` gives other rows, by a step's
-    number. What is written otherwise for a `platform` runs here too."""
+    number. What is written otherwise for a `platform` runs here too. `scales` of the loss are those that the first
+    steps begin with, in place of their own."""
     shape = parse_mesh(mesh)
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
     pipeline = pipeline or PipelineConfig()
@@ -139,7 +143,7 @@ def train(
     # In the place of what is reported of them.
     forward.reported = lambda aux, batch: {"blocks": aux} if aux else {}
     crossing = Compressed(compression, shape["replica"]) if compression else None
-    step = Step(forward, optimizer, max_norm=max_norm, keep=keep, crossing=crossing)
+    step = Step(forward, optimizer, max_norm=max_norm, keep=keep, crossing=crossing, scales=bool(scales))
     initial = weights(model.model_copy(update={"remat": "none"}))
     with jax.set_mesh(devices):
         dtypes = jax.tree.map(lambda a: param_dtype if a.dtype == jnp.float32 else a.dtype, initial)
@@ -147,6 +151,7 @@ def train(
         start = jax.jit(lambda params: step.start(step.place(params)))(step.folded(params))
         take = jax.jit(step.train)
         states, losses, norms, reported = [start], [], [], []
+        scaled: list[tuple[float, int, int]] = []
         for number in range(steps):
             if batches:
                 arrays = batches(number)
@@ -155,15 +160,22 @@ def train(
                 named = rows(number, count=count, vocab=model.vocab, length=model.sequence)
                 arrays |= zip(("tokens", "labels"), named, strict=True)
             batch = on_mesh(devices, layout, accumulation=accumulation, **arrays)
-            state, metrics = take(states[-1], batch)
+            state = states[-1]
+            if number < len(scales):
+                scale = jax.device_put(np.float32(scales[number]), replicated(devices))
+                state = state._replace(loss_scale=state.loss_scale._replace(scale=scale))
+            state, metrics = take(state, batch)
             states.append(state)
             losses.append(float(metrics.loss))
             norms.append(float(metrics.grad_norm))
             reported.append(metrics.further)
+            if scales:
+                now = state.loss_scale
+                scaled.append((float(now.scale), int(now.good), int(state.skipped)))
         # As a checkpoint holds all that is compared: one program.
         found = start.params, states[1].optimizer[0], state.params, state.frozen, reported[0]
         before, gradient, after, frozen, sums = jax.device_get(jax.jit(step.unfolded)(found))
-        return Outcome(losses, norms, gradient, before, after, sums.get("blocks", {}), frozen)
+        return Outcome(losses, norms, gradient, before, after, sums.get("blocks", {}), frozen, scaled)
 
 
 @cache

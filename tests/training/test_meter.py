@@ -160,6 +160,30 @@ def test_skipped_steps_are_reported_one_by_one_and_the_first_that_is_too_much_en
     assert (line["step"], line["skipped"], line["step_seconds"]) == (5, 3, 12.0)
 
 
+def test_steps_that_halve_the_scale_of_the_loss_end_no_run_before_it_is_at_its_least(monkeypatch):
+    """And the line of a step has its scale."""
+    told = []
+    played, _ = on_devices(monkeypatch, told, every=1)
+    monkeypatch.setattr(played.meter, "reporting", replace(played.meter.reporting, max_skipped=2))
+
+    def take(step: int, scale: float) -> None:
+        counts = (np.int32(1), np.int32(step), np.int32(step))
+        played.now += 1.0
+        played.meter.step(
+            step, Metrics(OnDevice(2.0, str(step), []), np.float32(np.inf), *counts, {}, np.float32(scale))
+        )
+        played.meter.catch_up()
+
+    for step, scale in enumerate((8.0, 4.0, 2.0, 1.0), start=1):
+        take(step, scale)
+    with pytest.raises(meter.Diverged, match="4 steps in a row up to step 4"):
+        take(5, 1.0)
+    assert [line["loss_scale"] for line in played.lines] == [8.0, 4.0, 2.0, 1.0]
+    said = [one for one in told if "the scale of the loss" in one]
+    assert [one.partition(":")[0] for one in said] == ["step 1", "step 2", "step 3"]
+    assert said[0].endswith("; the scale of the loss, 8, is halved")
+
+
 def test_a_run_that_ends_at_a_step_between_lines_has_its_line(monkeypatch):
     told = []
     played, take = on_devices(monkeypatch, told, every=10)

@@ -8,11 +8,12 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxdist.config import FAMILIES, Config, RequestError
+from jaxdist.config import FAMILIES, Config, RequestError, float16
 from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, crossing, describe
 from jaxdist.models import Model, build_decoder
 from jaxdist.planning.certainty import tie
 from jaxdist.planning.clusters import Cluster, check_sites
+from jaxdist.planning.hardware import WITHOUT_BFLOAT16
 from jaxdist.planning.search import advice
 from jaxdist.planning.search.candidates import Columns, candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate
@@ -102,11 +103,15 @@ class Plan:
 def search(config: Config, devices: int, cluster: Cluster) -> Plan:
     """Rank the ways to train `config` on a number of devices of `cluster`.
 
-    Raises `RequestError` for options that the predictions do not cover, and where nothing fits, with what would.
+    Raises `RequestError` for options that the predictions do not cover, or these GPUs cannot compute, and where nothing
+    fits, with what would.
     """
     check_covered(config)
     check_sites(cluster, devices)
-    config = config.with_precision(cpu=cluster.gpu == "cpu")
+    config = config.with_precision(cpu=cluster.gpu == "cpu", bfloat16=cluster.gpu not in WITHOUT_BFLOAT16)
+    problems = tuple(float16.refused(config))
+    if problems:
+        raise RequestError(*problems)
     model = build_decoder(config.model)
     shapes = meshes(config, devices)
     if not shapes:

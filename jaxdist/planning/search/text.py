@@ -8,6 +8,7 @@ from shlex import quote
 from typing import Any
 
 from jaxdist.config import Config, leaves
+from jaxdist.config.float16 import scales_loss
 from jaxdist.mesh import crossing
 from jaxdist.models import Model
 from jaxdist.output.tables import table
@@ -231,8 +232,8 @@ def changes(candidate: Estimate, base: Config) -> dict[str, str]:
     after = leaves(candidate.config)
     # The mesh is always given.
     before["mesh"] = ""
-    if base.precision == "auto":
-        # `auto` has been replaced by its meaning on these devices, where it means the same again.
+    if base.precision == "auto" and not scales_loss(candidate.config.precision):
+        # `auto` has been replaced by its meaning on these devices, where it means the same again; float16 it never is.
         before["precision"] = after["precision"]
     changed = {}
     for knob, value in after.items():

@@ -29,12 +29,16 @@ from jaxdist.training.checkpoint.readback import Shapes, unreadable
 from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, StepDir
 from jaxdist.training.checkpoint.stored_arrays import StoredArray, open_arrays
 from jaxdist.training.copies import check_weights
+from jaxdist.training.forward.loss_scale import LossScale
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run_facts import note_saved, run_id
 
 LATEST = "latest"
 BEST = "best"
 ASIDE = "aside"
+
+LOSS_SCALE = "loss_scale"
+"""The name of the scale of the loss there."""
 
 FROZEN = "frozen."
 """Begins the names of frozen parameters among what a step holds for training."""
@@ -213,6 +217,7 @@ class Checkpoints:
         found = found or self.find()
         self._check_trained(found, abstract)
         self._check_optimizer(found, abstract)
+        abstract = _with_scale_of(abstract, found.store.shapes(found.step, "training"))
         wanted = trees_of(_of_replicas(abstract, self.replicas_of(found)))
         residual = wanted.pop(RESIDUAL, None)
         rounded_by = self.rounded_by(found)
@@ -391,6 +396,15 @@ def _of_replicas(abstract: TrainState, saved: int) -> TrainState:
     return abstract._replace(optimizer=optimizer, skipped=skipped, skipped_in_a_row=in_a_row)
 
 
+def _with_scale_of(abstract: TrainState, saved: Mapping[str, Any]) -> TrainState:
+    """Return `abstract` with a scale of the loss where a step has `saved` one: `Step.resume` makes or drops it."""
+    if not any(name.startswith(LOSS_SCALE) for name in saved):
+        return abstract._replace(loss_scale=None)
+    scalar = abstract.step
+    scale = jax.ShapeDtypeStruct(scalar.shape, jnp.float32, sharding=scalar.sharding)
+    return abstract._replace(loss_scale=LossScale(scale, scalar))
+
+
 def residual_of(replicas: int, mine: Params | None, params: Params) -> Params:
     """Return shapes and shardings for the residual of `replicas` of a run with `params`, whose own is `mine`."""
     if mine is not None and jax.tree.leaves(mine)[0].shape[-1] == replicas:
@@ -412,6 +426,8 @@ def trees_of(state: TrainState) -> dict[str, Any]:
     # Not even as an empty dict: Orbax would not read the steps of runs that did not know of it.
     if not training["frozen"]:
         del training["frozen"]
+    if training[LOSS_SCALE] is None:
+        del training[LOSS_SCALE]
     variables = training.pop("variables")
     trees = {"params": training.pop("params"), **(training.pop("crossing") or {}), "training": training}
     if variables:

@@ -28,6 +28,7 @@ from jaxdist.parallel.partial_trees import joined, part_of, without
 from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.parallel.placement import Placement, Placements, differentiated, trained
 from jaxdist.sharding import OfRows, Tree, Weighted, scale_partial
+from jaxdist.training.forward.loss_scale import LossScale, first
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.optimizer import clip
 
@@ -82,6 +83,8 @@ class TrainState(NamedTuple):
     What a checkpoint holds of it is a dict, with a name for each item."""
     frozen: Params = {}  # noqa: RUF012  # it is never changed in place
     """The parameters that are not trained, which `params` does not hold."""
+    loss_scale: LossScale | None = None
+    """The scale of the loss in the next step, where it is scaled."""
 
 
 class Metrics(NamedTuple):
@@ -95,6 +98,8 @@ class Metrics(NamedTuple):
     skipped_in_a_row: Int[Array, ""]
     further: Further
     """Means that the model's loss function returns beside the loss."""
+    loss_scale: Float[Array, ""] | None = None
+    """The scale of the loss in this step, where it is scaled."""
 
 
 class Gradients(NamedTuple):
@@ -199,6 +204,7 @@ class Step:
         crossing: Crossing | None = None,
         saves_frozen: bool = True,
         takes_loss: bool = False,
+        scales: bool = False,
     ):
         """Join a model's forward pass with its optimizer; gradients are clipped to the global norm `max_norm` (0: not).
 
@@ -206,9 +212,11 @@ class Step:
         optimizer state, and such masters, rest in the host's memory. `crossing` is how gradients cross
         the replicas; None for exact sums. `saves_frozen`: a checkpoint holds the frozen parameters too, which otherwise
         come from where they came from. `takes_loss`: the optimizer's update has an argument `value`, the loss.
+        `scales`: the backward pass scales the loss, as float16 needs it.
         """
         self.forward = forward
         self.takes_loss = takes_loss
+        self.scales = scales
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.keep = keep
@@ -250,6 +258,7 @@ class Step:
             skipped_in_a_row=zero,
             variables=variables or {},
             crossing=self.crossing.start(self.differentiated, learning),
+            loss_scale=first() if self.scales else None,
         )
 
     def at_rest(self, state: TrainState) -> TrainState:
@@ -309,6 +318,7 @@ class Step:
             params=self.folded(state.params),
             optimizer=self.folded(state.optimizer),
             frozen=self.folded(state.frozen),
+            loss_scale=(state.loss_scale or first()) if self.scales else None,
         )
 
         def resumed(saved: dict[str, Tree], params: Params) -> Tree:
@@ -324,7 +334,8 @@ class Step:
 
     def step_on_device(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Do what `train` does with a state that is on the devices, and stays there."""
-        made = self._means(self.weights_of(state), state.variables, batch, state.step)
+        scale = self._scale_of_sum(state, batch)
+        made = self._means(self.weights_of(state), state.variables, batch, state.step, scale)
         loss, sums, count, variables, further, aux = made
         grads, crossing = self.crossing.add_up(self.differentiated, sums, state.crossing, state.step)
         aux = jax.tree.map(zero.cross, self.forward.aux_places, aux)
@@ -336,7 +347,14 @@ class Step:
     def differentiate(self, state: TrainState, batch: Batch) -> Gradients:
         """Return what a step computes of `batch` before its update; gradients cross the replicas exactly."""
         state = to_device(state)
-        return self.gradients(self.weights_of(state), state.variables, batch, state.step)
+        scale = self._scale_of_sum(state, batch)
+        return self.gradients(self.weights_of(state), state.variables, batch, state.step, scale)
+
+    def _scale_of_sum(self, state: TrainState, batch: Batch) -> Scale:
+        """Return the scale of the loss summed over `batch`; None where it is not scaled."""
+        if state.loss_scale is None:
+            return None
+        return state.loss_scale.of_sum(self.forward.count(batch))
 
     def update(self, state: TrainState, gradients: Gradients, extra: dict[str, Any]) -> tuple[TrainState, Metrics]:
         """Take a step with these gradients; `extra` are further arguments of the optimizer's update."""
@@ -352,9 +370,10 @@ class Step:
         """Return `state` after a step; `crossed` is the same state after its gradients have crossed the replicas."""
         updated, norm = self.updated(crossed, gradients.grads, gradients.sums, extra)
         finite = jnp.isfinite(gradients.loss) & jnp.isfinite(norm)
+        scale = state.loss_scale.scale if state.loss_scale else None
         state = self.settled(state, updated._replace(variables=gradients.variables), finite)
         skipped = state.skipped, state.skipped_in_a_row
-        metrics = Metrics(gradients.loss, norm, gradients.count, *skipped, gradients.further)
+        metrics = Metrics(gradients.loss, norm, gradients.count, *skipped, gradients.further, scale)
         return state._replace(step=state.step + 1), metrics
 
     def weights_of(self, state: TrainState) -> Params:
@@ -392,6 +411,7 @@ class Step:
             weights=self.forward.weights(params) if self.keep else None,
             variables=variables,
             crossing=crossing,
+            loss_scale=state.loss_scale.after(finite) if state.loss_scale else None,
         )
 
     def gradients(
