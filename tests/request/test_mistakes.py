@@ -32,7 +32,7 @@ ONE_KNOB = {
         "--model.family lama",
         [("'lama': valid are gpt, llama, gemma, moe, ", "cnn, resnet18, resnet50; did you mean 'llama'?")],
     ),
-    "near precision": Wrong("--precision mix", [("auto, float32, bfloat16, mixed; did you mean 'mixed'?",)]),
+    "near precision": Wrong("--precision mix", [("bfloat16, mixed, float16; did you mean 'mixed'?",)]),
     "knob of text": Wrong("cnn_digits --model.heads 8", [("model.heads is 8, but model.family cnn does not use it",)]),
     "knob of images": Wrong("--model.classes 3", [("model.classes is 3, but model.family gpt does not use it",)]),
     "documents of images": Wrong(
