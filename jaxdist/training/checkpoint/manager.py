@@ -401,7 +401,7 @@ def _with_scale_of(abstract: TrainState, saved: Mapping[str, Any]) -> TrainState
     if not any(name.startswith(LOSS_SCALE) for name in saved):
         return abstract._replace(loss_scale=None)
     scalar = abstract.step
-    scale = jax.ShapeDtypeStruct(scalar.shape, jnp.float32, sharding=scalar.sharding)
+    scale: Any = jax.ShapeDtypeStruct(scalar.shape, jnp.float32, sharding=scalar.sharding)
     return abstract._replace(loss_scale=LossScale(scale, scalar))
 
 
