@@ -77,7 +77,7 @@ REQUESTS = [
     (dict(mesh="2x1x2"), r"pipeline=2.*set pipeline to 1"),
     (dict(zero=4), r"zero is 4; use one of \(0, 1, 2, 3\)"),
     (dict(zero="3"), r"zero is '3'; use one of"),
-    (dict(precision="fp16"), r"precision is 'fp16'; use one of \('float32', 'bfloat16', 'mixed'\)"),
+    (dict(precision="fp16"), r"precision is 'fp16'; use one of \('float32', 'bfloat16', 'mixed', 'float16'\)"),
     (dict(scope="row"), r"scope is 'row'; did you mean 'rows'"),
     (dict(accumulation=-1), r"accumulation is -1; give the number of micro-batches, 1 or more"),
     (dict(accumulation=0), r"accumulation is 0"),
