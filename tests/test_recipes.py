@@ -11,7 +11,7 @@ from tests import program_cache, recipes
 from tests.recipes import PAGES, ROOT
 
 PROOFS = {
-    "add-a-model": ("tests/parity/test_parity.py", "every_layout and llama-relu2-2x4x1"),
+    "add-a-model": ("tests/parity/test_parity.py", "every_layout and llama-relu2-1x8x1"),
     "add-a-family-with-kinds": ("tests/memory/test_prediction.py", "state_are_predicted and local"),
     "add-a-huggingface-family": ("tests/huggingface/test_model_config.py", "seed_oss"),
     "add-a-schedule": ("tests/pipeline/test_tables.py", "test_schedules_and_tables"),
