@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import exhaustive
-
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -28,7 +26,8 @@ def worker(*options: str) -> list[float]:
     return json.loads(told[-1])["losses"]
 
 
-@pytest.mark.parametrize("family", ["llama", *exhaustive([("gpt",)])])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_plain_forms_have_the_loss_of_the_fast_ones(family, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(FOLDER))
     import forms

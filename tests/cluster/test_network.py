@@ -93,6 +93,7 @@ def test_a_slow_way_to_the_coordinator_costs_time_only(network, job, tmp_path, s
     same(folder)
 
 
+@pytest.mark.exhaustive
 def test_resets_on_the_way_to_the_coordinator_end_the_job_or_cost_nothing(network, job, tmp_path, same):
     """gRPC connects anew; where it does not, the job ends like one whose link was cut."""
     folder = tmp_path / "run"

@@ -49,14 +49,11 @@ class Row(NamedTuple):
 
 ROWS = [
     Row("long", "ring", "context=8", 1, 1, False, "none", True),
-    Row("gpt", "ring", "data=2,context=2,model=2", 3, 2, True, "block", False),
-    Row("dropout", "ulysses", "data=2,context=2,model=2", 2, 1, True, "dots", False),
     Row("window", "ring", "context=4,model=2", 0, 2, False, "offload", True),
     Row("llama", "ring", "context=2,model=4", 1, 1, True, "none", False),
     Row("moe", "ring", "data=2,expert=2,context=2", 3, 2, False, "block", True),
     Row("moe", "ulysses", "expert=2,context=2,model=2", 1, 4, True, "none", False),
     Row("dropout", "ring", "data=2,context=2,pipeline=2", 3, 4, False, "block", True, "1f1b"),
-    Row("llama", "ring", "context=2,model=2,pipeline=2", 0, 4, True, "none", False, "zb-u"),
     Row("gpt", "ulysses", "data=2,context=2,pipeline=2", 2, 4, False, "dots", True, "zb-h1"),
     Row("moe", "ring", "context=2,expert=2,pipeline=2", 1, 4, False, "stage", True, "gpipe"),
 ]
@@ -66,6 +63,9 @@ The mesh context=4,model=2 has fewer key/value heads than a device needs, and co
 axis has devices."""
 
 OTHERS = [
+    Row("gpt", "ring", "data=2,context=2,model=2", 3, 2, True, "block", False),
+    Row("dropout", "ulysses", "data=2,context=2,model=2", 2, 1, True, "dots", False),
+    Row("llama", "ring", "context=2,model=2,pipeline=2", 0, 4, True, "none", False, "zb-u"),
     Row("llama", "ring", "data=2,context=4", 3, 2, False, "dots", True),
     Row("gpt", "ulysses", "data=2,context=4", 1, 1, False, "offload", True),
     Row("dropout", "ring", "replica=2,data=2,context=2", 2, 4, False, "none", True),

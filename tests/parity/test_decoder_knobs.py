@@ -116,7 +116,6 @@ ZB_H1 = PipelineConfig(schedule="zb-h1")
 F1B = PipelineConfig(schedule="1f1b")
 
 ROWS = [
-    ("norm of each head", "2x4x1", dict(stage=3, sequence=True, accumulation=4), "block", False),
     ("norm of each head", "2x2x2", dict(stage=3, sequence=True, accumulation=4, pipeline=ZB_H1), "none", True),
     ("norm of all heads", "1x4x2", dict(sequence=True, accumulation=4, pipeline=ZB_U), "none", False),
     (
@@ -133,7 +132,6 @@ ROWS = [
         "none",
         True,
     ),
-    ("Gemma", "data=2,context=2,model=2", dict(stage=2, sequence=True, context="ulysses"), "dots", True),
     ("gpt-oss", "data=2,expert=2,model=2", dict(stage=3, sequence=True, accumulation=2), "block", False),
     (
         "gpt-oss",
@@ -142,7 +140,6 @@ ROWS = [
         "none",
         True,
     ),
-    ("gpt-oss", "expert=2,context=2,model=2", dict(stage=2, sequence=True, context="ulysses"), "dots", True),
     (
         "latent attention",
         "context=2,model=2,pipeline=2",
@@ -153,11 +150,14 @@ ROWS = [
     ("LongRoPE", "2x2x2", dict(stage=3, sequence=True, accumulation=4, pipeline=ZB_H1), "none", False),
     ("GPT-NeoX", "data=2,context=2,pipeline=2", dict(stage=2, accumulation=4, pipeline=ZB_H1), "none", False),
     ("Apertus, Granite", "1x2x2", dict(sequence=True, accumulation=4, pipeline=F1B), "block", True),
-    ("positions", "data=2,context=2,model=2", dict(stage=3, sequence=True, context="ring"), "block", False),
 ]
 """(model, mesh, options, remat, whether documents are apart)."""
 
 PARTS_OF_ROWS = [
+    ("norm of each head", "2x4x1", dict(stage=3, sequence=True, accumulation=4), "block", False),
+    ("Gemma", "data=2,context=2,model=2", dict(stage=2, sequence=True, context="ulysses"), "dots", True),
+    ("gpt-oss", "expert=2,context=2,model=2", dict(stage=2, sequence=True, context="ulysses"), "dots", True),
+    ("positions", "data=2,context=2,model=2", dict(stage=3, sequence=True, context="ring"), "block", False),
     ("norm of all heads", "1x8x1", dict(), "none", False),
     ("norm of each head", "1x2x1", dict(sequence=True), "none", False),
     ("norm of each head", "1x1x2", dict(accumulation=4, stage=1, pipeline=ZB_U), "none", False),

@@ -25,8 +25,8 @@ from jaxdist.request import load
 from tests.parity import cases, test_experts
 from tests.tiers import exhaustive
 
-EVERY_RUN = 8
-BY_HAND = 204
+EVERY_RUN = 6
+BY_HAND = 206
 
 Options = dict[str, object]
 

@@ -76,7 +76,7 @@ def others(rows: dict, *by_hand: str) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", others(ROWS, "offload"))
+@pytest.mark.parametrize("row", others(ROWS, "ring", "offload"))
 def test_every_mesh_equals_one_device(row):
     check(*ROWS[row])
 
@@ -86,7 +86,7 @@ def test_a_pipeline_equals_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", others(PIPELINES, "gpipe", "zb-u"))
+@pytest.mark.parametrize("row", others(PIPELINES, "gpipe", "1f1b, tensor and sequence", "zb-u"))
 def test_every_pipeline_equals_one_device(row):
     check(*PIPELINES[row])
 

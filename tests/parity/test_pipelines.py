@@ -81,10 +81,10 @@ def kinds(row: Row) -> set:
 
 
 def usual() -> list[Row]:
-    """Of `pairwise()`, rows among which nine of ten pairs of kinds meet of those that meet at all; always the same."""
+    """Of `pairwise()`, rows among which four of five pairs of kinds meet of those that meet at all; always the same."""
     rest, rows = pairwise(), []
     missing = every = set().union(*map(kinds, rest))
-    while len(missing) > len(every) / 10:
+    while len(missing) > len(every) / 5:
         rows.append(max(rest, key=lambda row: len(kinds(row) & missing)))
         missing = missing - kinds(rows[-1])
     return rows
@@ -128,7 +128,7 @@ def test_pipelines_of_the_other_sizes_equal_one_device(row):
 def test_the_cover_is_a_cover():
     rows = pairwise()
     met, every = (set().union(*map(kinds, some)) for some in (usual(), rows))
-    assert len(met) >= 0.9 * len(every)
+    assert len(met) >= 0.8 * len(every)
     assert {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)} == pairs()
     assert len(rows) <= 60
 

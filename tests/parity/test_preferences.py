@@ -55,14 +55,14 @@ ROWS = [
     ("dpo", "1x1x1", FULL, 2, {}),
 ]
 SLOW = [
-    ("dpo", "2x2x1", NF4, 2, dict(stage=3)),
     ("dpo", "2x1x2", INT8, 2, dict(stage=3, pipeline=PipelineConfig(schedule="zb-u"))),
     ("dpo", "context=2,pipeline=2", LORA, 2, dict(stage=1, pipeline=PipelineConfig(schedule="1f1b"))),
     ("dpo", "data=2,expert=2", ROUTED, 2, dict(stage=3)),
     ("orpo", "2x2x1", LORA, 1, dict(stage=3, sequence=True)),
-    ("orpo", "context=2,pipeline=2", FULL, 2, dict(stage=1, pipeline=PipelineConfig(schedule="1f1b"))),
 ]
 EXHAUSTIVE = [
+    ("dpo", "2x2x1", NF4, 2, dict(stage=3)),
+    ("orpo", "context=2,pipeline=2", FULL, 2, dict(stage=1, pipeline=PipelineConfig(schedule="1f1b"))),
     ("dpo", "1x1x1", NF4, 1, {}),
     ("dpo", "replica=2,data=2", LORA, 1, dict(stage=1)),
     ("dpo", "1x1x2", FULL, 4, dict(pipeline=PipelineConfig(schedule="1f1b"))),

@@ -270,7 +270,7 @@ def test_a_step_that_is_not_finite_is_dropped_when_its_gradient_has_crossed():
 WIDE = {"mesh": "replica=2,data=2", "model.embed": "64", "model.vocab": "304", "parallel.gradient_compression": "int8"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compressed_gradients_are_rounded_when_they_cross():
     """And what a step that is not finite would have left of the residual is dropped with it."""
     run = asked(WIDE | LATE | {"parallel.zero": "2", "precision": "mixed", "model.dropout": "0.1"})

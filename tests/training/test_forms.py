@@ -17,7 +17,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_continued_equals_straight_and_layers_keep_their_numbers(run, capsys, tmp_path):
     straight = run("straight", *OPTIONS)
     shutil.copytree(straight, tmp_path / "continued")

@@ -23,7 +23,7 @@ from jaxdist import train
 from jaxdist.process.exit_codes import DONE, FAILED, REFUSED
 from jaxdist.request import outcome
 from jaxdist.training.checkpoint.orbax_writer import NOT_WRITTEN
-from tests.tiers import thinned
+from tests.tiers import exhaustive, thinned
 from tests.training.conftest import SMALL, over
 
 TINY = over(
@@ -127,7 +127,7 @@ def test_every_file_of_a_run_has_a_row(straight):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [480, 560, 2000])
+@pytest.mark.parametrize("size", [560, *exhaustive([(480,), (2000,)])])
 def test_a_disk_of_few_kilobytes(size, text, tmp_path):
     """Its end comes within the first step that is saved, within the best one, and within a later one."""
     disk = tmp_path / "disk"

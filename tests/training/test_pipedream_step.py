@@ -15,7 +15,7 @@ PIPELINE = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_step_has_its_line(run, capsys):
     folder = run("straight", *PIPELINE)
     told = lines(folder)

@@ -171,7 +171,7 @@ def test_a_reference_stays_when_the_weights_that_it_is_of_are_replaced(asked, tm
             command()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_refer_to_the_base_beside_them_in_a_pipeline(asked, tmp_path, capsys):
     asked = over(asked, "--validation.every=0", "--checkpoint.every=0")
     # The base learns from the same pairs without a reference.
