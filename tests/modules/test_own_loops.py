@@ -124,7 +124,7 @@ def test_a_gan_learns_what_it_does_on_one_device():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_line_search_is_given_its_function_and_a_plateau_the_loss():
     trainer = made(optimizer=optax.lbfgs(), mesh="2x1x1", zero=1)
     state, batch = trainer.init(0), rows()

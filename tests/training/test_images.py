@@ -64,8 +64,8 @@ def saved(folder: Path) -> dict:
     ("mesh", "more"),
     [
         ("replica=2,data=2", ("--parallel.zero=3",)),
-        pytest.param("8x1x1", ("--parallel.zero=0",), marks=pytest.mark.slow),
-        pytest.param("8x1x1", ("--parallel.zero=1",), marks=pytest.mark.slow),
+        pytest.param("8x1x1", ("--parallel.zero=0",), marks=pytest.mark.exhaustive),
+        pytest.param("8x1x1", ("--parallel.zero=1",), marks=pytest.mark.exhaustive),
         pytest.param("4x1x1", ("--parallel.zero=2", "--train.accumulation=2"), marks=pytest.mark.slow),
         pytest.param("4x1x1", ("--parallel.zero=3", "--model.dropout=0.3"), marks=pytest.mark.slow),
         pytest.param("2x1x1", ("--data.augment=crop-flip",), marks=pytest.mark.slow),
@@ -121,8 +121,8 @@ def test_data_that_do_not_fit_are_told_and_nothing_is_written(more, told, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [("--mesh=4x1x1", "--parallel.zero=3"), *exhaustive([((),)])], ids=str)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [("--mesh=4x1x1", "--parallel.zero=3"), ()], ids=str)
 def test_the_labs_network_reads_digits(options, tmp_path):
     """With optimised code: convolutions are slow without. That one device does the same is proved above."""
     command = [sys.executable, "-m", "jaxdist.train", "cnn_digits", f"--run-dir={tmp_path}", *options]
