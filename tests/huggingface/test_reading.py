@@ -382,7 +382,7 @@ def large(tmp_path_factory) -> tuple[Path, int]:
     return path, max(array.nbytes for array in tensors.values())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_reading_takes_two_tensors_beside_the_shards_at_most(large):
     """And 64 MiB. The largest parameter, all layers of two matrices, is 128 MiB."""
     path, largest = large

@@ -49,6 +49,7 @@ class Row(NamedTuple):
 
 ROWS = [
     Row("long", "ring", "context=8", 1, 1, False, "none", True),
+    Row("dropout", "ring", "replica=2,data=2,context=2", 2, 4, False, "none", True),
     Row("window", "ring", "context=4,model=2", 0, 2, False, "offload", True),
     Row("llama", "ring", "context=2,model=4", 1, 1, True, "none", False),
     Row("moe", "ring", "data=2,expert=2,context=2", 3, 2, False, "block", True),
@@ -68,7 +69,6 @@ OTHERS = [
     Row("llama", "ring", "context=2,model=2,pipeline=2", 0, 4, True, "none", False, "zb-u"),
     Row("llama", "ring", "data=2,context=4", 3, 2, False, "dots", True),
     Row("gpt", "ulysses", "data=2,context=4", 1, 1, False, "offload", True),
-    Row("dropout", "ring", "replica=2,data=2,context=2", 2, 4, False, "none", True),
     Row("window", "ulysses", "context=4,model=2", 0, 4, True, "block", False),
     Row("window", "ring", "context=4,pipeline=2", 1, 2, False, "none", False, "interleaved"),
 ]

@@ -116,6 +116,7 @@ ZB_H1 = PipelineConfig(schedule="zb-h1")
 F1B = PipelineConfig(schedule="1f1b")
 
 ROWS = [
+    ("norm of all heads", "1x8x1", dict(), "none", False),
     ("norm of each head", "2x2x2", dict(stage=3, sequence=True, accumulation=4, pipeline=ZB_H1), "none", True),
     ("norm of all heads", "1x4x2", dict(sequence=True, accumulation=4, pipeline=ZB_U), "none", False),
     (
@@ -158,7 +159,6 @@ PARTS_OF_ROWS = [
     ("Gemma", "data=2,context=2,model=2", dict(stage=2, sequence=True, context="ulysses"), "dots", True),
     ("gpt-oss", "expert=2,context=2,model=2", dict(stage=2, sequence=True, context="ulysses"), "dots", True),
     ("positions", "data=2,context=2,model=2", dict(stage=3, sequence=True, context="ring"), "block", False),
-    ("norm of all heads", "1x8x1", dict(), "none", False),
     ("norm of each head", "1x2x1", dict(sequence=True), "none", False),
     ("norm of each head", "1x1x2", dict(accumulation=4, stage=1, pipeline=ZB_U), "none", False),
     ("positions", "2x2x1", dict(stage=3, sequence=True, accumulation=2), "none", False),

@@ -61,6 +61,8 @@ class Row(NamedTuple):
 
 ROWS = [
     Row("softmax", "data=2,expert=4", 3, 4, False, "none", 0.5),
+    Row("softmax", "expert=2,model=2", 0, 1, True, "none", 1.25),
+    Row("sigmoid", "expert=2,model=2,pipeline=2", 0, 4, False, "stage", 0.5, "gpipe"),
     Row("sigmoid", "expert=8", 2, 1, False, "block", 0.5),
     Row("softmax", "data=2,expert=2,model=2", 3, 4, True, "dots", 1.25),
     Row("sigmoid", "replica=2,data=2,expert=2", 3, 1, False, "offload", 0.5),
@@ -71,11 +73,9 @@ ROWS = [
 """Each axis that a mixture meets, with both routers and both factors."""
 
 OTHERS = [
-    Row("softmax", "expert=2,model=2", 0, 1, True, "none", 1.25),
     Row("sigmoid", "data=2,expert=4", 1, 1, False, "dots", 1.25),
     Row("softmax", "expert=2,model=4", 1, 4, True, "block", 0.5),
     Row("softmax", "data=2,expert=2,pipeline=2", 2, 4, False, "dots", 0.5, "zb-h1"),
-    Row("sigmoid", "expert=2,model=2,pipeline=2", 0, 4, False, "stage", 0.5, "gpipe"),
 ]
 """What `product` does not have of the other stages, schedules and forms of recomputation."""
 

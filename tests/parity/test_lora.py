@@ -68,6 +68,8 @@ class Row(NamedTuple):
 ROWS = [
     Row("llama", "replica=2,data=2,model=2", 3, 2, True, "none"),
     Row("llama", "data=2,context=2,model=2", 2, 1, True, "block"),
+    Row("some", "model=8", 1, 1, True, "dots"),
+    Row("gpt", "data=4,model=2", 2, 2, True, "none"),
     Row("some", "data=2,pipeline=2", 3, 2, False, "stage", "interleaved"),
     Row("deepseek", "expert=2,context=2", 1, 1, False, "block"),
     Row("branches", "data=2,model=2", 3, 2, True, "block"),
@@ -76,8 +78,6 @@ ROWS = [
 """Each kind of mesh, ZeRO stage and schedule with a model whose adapters it divides."""
 
 FURTHER = [
-    Row("some", "model=8", 1, 1, True, "dots"),
-    Row("gpt", "data=4,model=2", 2, 2, True, "none"),
     Row("llama", "model=4,pipeline=2", 1, 4, True, "none", "zb-u"),
     Row("deepseek", "data=2,model=2", 3, 2, True, "none"),
     Row("gpt-oss", "expert=2,model=2", 3, 1, True, "none"),
