@@ -94,6 +94,7 @@ def test_a_job_that_runs_out_of_time_is_requeued_loses_a_node_and_is_cancelled(c
     same(folder)
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_whose_jobs_share_a_node(cluster, words, tmp_path):
     """`scripts/sweep.sbatch`, two rates of it, each of two processes: they do not meet those of the other."""
     rates = ("1e-4", "2e-4")

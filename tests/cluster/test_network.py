@@ -84,6 +84,7 @@ def test_a_link_that_is_cut_for_less_than_a_heartbeat_and_then_slow_costs_time_o
     same(folder)
 
 
+@pytest.mark.exhaustive
 def test_a_slow_way_to_the_coordinator_costs_time_only(network, job, tmp_path, same):
     """Every byte is held for a while by a relay."""
     folder = tmp_path / "run"

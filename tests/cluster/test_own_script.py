@@ -39,7 +39,7 @@ def expected(tmp_path_factory):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_is_killed_and_stopped_and_goes_on(tmp_path, expected):
     folder = tmp_path / "its run"
     launch = [sys.executable, "-m", "jaxdist.launch", "local", "--processes=2", f"--run-dir={folder}", "--"]

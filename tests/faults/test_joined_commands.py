@@ -49,7 +49,7 @@ def trained(text, tmp_path_factory, caches):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_evaluate_in_two_processes_is_evaluate_in_one(trained, tmp_path, monkeypatch, capfd):
     """On data that has not been tokenized yet."""
     words = [str(trained), "--mesh=4x1x1", "--parallel.zero=3"]
@@ -129,7 +129,7 @@ def test_bench_measures_what_several_processes_do(tmp_path):
     assert step["loss"] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_pairs_are_learned_in_two_processes_as_in_one_with_the_reference_that_the_leader_kept(tmp_path, monkeypatch):
     """Each process has a cache of its own, and the second has lost the reference when the run is killed and goes on."""
     cache = tmp_path / "cache"

@@ -72,7 +72,7 @@ def test_two_processes_have_the_curve_of_one(text, tmp_path):
     assert 'coordinator = ""' in (tmp_path / "two" / "config.toml").read_text()  # it can be used as CONFIG
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_share_each_row_and_have_the_curve_of_one_device(text, tmp_path):
     """Keys and values cross from process to process, and each reads its own part of the rows, to validate on too."""
     options = ("--model.dropout=0.1", "--train.steps=10", "--validation.every=5")
@@ -178,7 +178,7 @@ Trainer.step = slowly
 """Leaves time between the first checkpoint, which is written in the background, and the end."""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_processes_that_resume_still_owe_what_they_have_rounded_off(text, tmp_path):
     """Each of two replicas in a process of its own: the same figures, to the bit, as without the kill.
 

@@ -117,15 +117,6 @@ F1B = PipelineConfig(schedule="1f1b")
 
 ROWS = [
     ("norm of all heads", "1x8x1", dict(), "none", False),
-    ("norm of each head", "2x2x2", dict(stage=3, sequence=True, accumulation=4, pipeline=ZB_H1), "none", True),
-    ("norm of all heads", "1x4x2", dict(sequence=True, accumulation=4, pipeline=ZB_U), "none", False),
-    (
-        "OLMo 3",
-        "context=2,model=2,pipeline=2",
-        dict(stage=1, accumulation=4, context="ring", pipeline=ZB_U),
-        "none",
-        True,
-    ),
     (
         "Gemma",
         "context=2,model=2,pipeline=2",
@@ -135,26 +126,35 @@ ROWS = [
     ),
     ("gpt-oss", "data=2,expert=2,model=2", dict(stage=3, sequence=True, accumulation=2), "block", False),
     (
-        "gpt-oss",
-        "context=2,model=2,pipeline=2",
-        dict(stage=1, accumulation=4, context="ring", pipeline=ZB_U),
-        "none",
-        True,
-    ),
-    (
         "latent attention",
         "context=2,model=2,pipeline=2",
         dict(stage=1, sequence=True, accumulation=4, context="ring", pipeline=F1B),
         "block",
         False,
     ),
-    ("LongRoPE", "2x2x2", dict(stage=3, sequence=True, accumulation=4, pipeline=ZB_H1), "none", False),
     ("GPT-NeoX", "data=2,context=2,pipeline=2", dict(stage=2, accumulation=4, pipeline=ZB_H1), "none", False),
     ("Apertus, Granite", "1x2x2", dict(sequence=True, accumulation=4, pipeline=F1B), "block", True),
 ]
 """(model, mesh, options, remat, whether documents are apart)."""
 
 PARTS_OF_ROWS = [
+    ("norm of each head", "2x2x2", dict(stage=3, sequence=True, accumulation=4, pipeline=ZB_H1), "none", True),
+    ("norm of all heads", "1x4x2", dict(sequence=True, accumulation=4, pipeline=ZB_U), "none", False),
+    ("LongRoPE", "2x2x2", dict(stage=3, sequence=True, accumulation=4, pipeline=ZB_H1), "none", False),
+    (
+        "OLMo 3",
+        "context=2,model=2,pipeline=2",
+        dict(stage=1, accumulation=4, context="ring", pipeline=ZB_U),
+        "none",
+        True,
+    ),
+    (
+        "gpt-oss",
+        "context=2,model=2,pipeline=2",
+        dict(stage=1, accumulation=4, context="ring", pipeline=ZB_U),
+        "none",
+        True,
+    ),
     ("norm of each head", "2x4x1", dict(stage=3, sequence=True, accumulation=4), "block", False),
     ("Gemma", "data=2,context=2,model=2", dict(stage=2, sequence=True, context="ulysses"), "dots", True),
     ("gpt-oss", "expert=2,context=2,model=2", dict(stage=2, sequence=True, context="ulysses"), "dots", True),

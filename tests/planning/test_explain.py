@@ -125,7 +125,7 @@ def test_the_axis_that_splits_rows_is_named_where_gradients_cross_it(report):
     assert "\nelements over the batch axes and model: " in "\n".join(report_text.lines(split))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_collectives_in_branches_are_told_to_count_in_all_ticks(report):
     """Of zb-h1, whose ranks go their own ways."""
     note = "collectives in branches count in every tick, although a rank skips those where it has nothing to run"
