@@ -117,6 +117,7 @@ F1B = PipelineConfig(schedule="1f1b")
 
 ROWS = [
     ("norm of all heads", "1x8x1", dict(), "none", False),
+    ("norm of all heads", "1x4x2", dict(sequence=True, accumulation=4, pipeline=ZB_U), "none", False),
     (
         "Gemma",
         "context=2,model=2,pipeline=2",
@@ -139,7 +140,6 @@ ROWS = [
 
 PARTS_OF_ROWS = [
     ("norm of each head", "2x2x2", dict(stage=3, sequence=True, accumulation=4, pipeline=ZB_H1), "none", True),
-    ("norm of all heads", "1x4x2", dict(sequence=True, accumulation=4, pipeline=ZB_U), "none", False),
     ("LongRoPE", "2x2x2", dict(stage=3, sequence=True, accumulation=4, pipeline=ZB_H1), "none", False),
     (
         "OLMo 3",
