@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from importlib.metadata import version
+from pathlib import Path
 
 # Tests start hundreds of programs, each of which would compile the text of the package again: half a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -39,6 +40,11 @@ jax.devices()  # made now, so that a command that a test runs in this process fi
 
 TOUCHED = pytest.StashKey[tuple[str, list[str], set]]()
 """What is compared with, the files that differ, and the files of tests that can see them."""
+
+EXHAUSTIVE = frozenset((Path(__file__).parent / "exhaustive.txt").read_text().splitlines())
+"""Rows that only `--exhaustive` runs, beside those with that mark: the dearest of tests of which a third or more stays.
+
+No test of a mutant is among them."""
 
 SECONDS, LONG = "jaxdist/seconds", 0.5
 
@@ -77,6 +83,9 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(config, items):
     """`--exhaustive` runs the tests of that mark alone; without it they are left out."""
+    for item in items:
+        if item.nodeid in EXHAUSTIVE:
+            item.add_marker("exhaustive")
     wanted = config.getoption("--exhaustive")
     left_out = [item for item in items if ("exhaustive" in item.keywords) != wanted]
     chosen = [item for item in items if ("exhaustive" in item.keywords) == wanted]

@@ -76,3 +76,10 @@ def test_hooks_download_nothing_and_their_tools_can_be_installed():
     assert [hook["id"] for hook in hooks] == ["ruff-check", "ruff-format", "codespell", "mypy"]
     assert {hook["language"] for hook in hooks} == {"system"}
     assert {hook["entry"].split()[0] for hook in hooks} <= offered
+
+
+def test_rows_that_are_left_to_the_exhaustive_tier_are_of_tests_that_exist():
+    lines = (ROOT / "tests" / "exhaustive.txt").read_text().splitlines()
+    assert lines == sorted(set(lines))
+    for path, name in {tuple(line.partition("[")[0].split("::")) for line in lines}:
+        assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
