@@ -222,7 +222,7 @@ def _fused_backward(
     layout: Layout, form: Form, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     dx, d_table, table = saved
-    # The product is rounded once: in float16, `g` by itself could be too large or too small to be held.
+    # Rounded after the product, because float16 may not hold `g` itself.
     dx = (dx.astype(g.dtype) * g).astype(dx.dtype)
     d_table = _turned(layout, d_table * g).astype(table.dtype)
     return dx, d_table, None

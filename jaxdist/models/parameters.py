@@ -56,7 +56,7 @@ class _Ahead(nnx.RngStream):
 
 
 def ahead(rngs: nnx.Rngs) -> nnx.Rngs:
-    """Return streams, of which nothing was drawn, for parameters with the same bits in a smaller program."""
+    """Return unused streams that give the same bits as `rngs`, which must be unused too, in a smaller program."""
     found = nnx.Rngs()
     for name, stream in rngs.items():
         setattr(found, name, _Ahead(stream.key[...], name))

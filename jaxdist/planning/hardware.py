@@ -127,7 +127,7 @@ def of_kind(device_kind: str) -> Gpu | None:
 
 
 def peak_flops(device_kind: str, precision: str) -> float | None:
-    """Return the FLOP/s of the matrix units, which are those of bfloat16 in float16 too.
+    """Return the FLOP/s of the matrix units; float16 counts as bfloat16.
 
     None where they are not known: for float32, CPUs and devices that are not listed. `precision` is that of a run.
     """
