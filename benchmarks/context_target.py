@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from jaxdist.explain import explain
-from jaxdist.planning.report import Report
+from jaxdist.explaining.report import Report
 from jaxdist.programs.overlap import by_axes, line
 from jaxdist.request import load
 

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from jaxdist.explain import explain
-from jaxdist.planning.report import Report
+from jaxdist.explaining.report import Report
 from jaxdist.request import load
 
 ROWS_OF_4096 = {"model.sequence": "4096", "model.remat": "block"}

@@ -19,9 +19,9 @@ from jaxdist.weights.named import check_described
 if TYPE_CHECKING:
     import numpy as np
 
+    from jaxdist.explaining.report import Report
     from jaxdist.mesh.split import Split
     from jaxdist.planning.clusters import Cluster
-    from jaxdist.planning.report import Report
     from jaxdist.programs.cross_compile import Lower
 
 DESCRIPTION = (
@@ -60,14 +60,14 @@ def main(argv: list[str] | None = None) -> int:
     check_picture(extras["picture"], "memory.png")
     report = explain(request.config, extras["target"] or None, extras["devices"], extras["cluster"])
 
-    from jaxdist.planning.report_text import lines
+    from jaxdist.explaining.text import lines
 
     if extras["json"]:
         print(json.dumps(report.json()))
     else:
         print("\n".join(lines(report)))
     if extras["picture"]:
-        from jaxdist.planning.report_picture import draw
+        from jaxdist.explaining.picture import draw
 
         draw(report, Path(extras["picture"]))
     return DONE if report.agrees else FAILED
@@ -81,10 +81,10 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
     Raises `RequestError` for a wrong request, and where this machine cannot compile for the target.
     """
     # Imported late, so that --help and wrong requests answer before jax is imported.
+    from jaxdist.explaining.report import OuterReport, Report, of_local_step
     from jaxdist.mesh import AXES, REPLICA, device_numbers, devices_asked, fill, parse_mesh
     from jaxdist.mesh.split import Split
     from jaxdist.planning import clusters
-    from jaxdist.planning.report import OuterReport, Report, of_local_step
     from jaxdist.programs.target import gpu_of
     from jaxdist.request import check_mesh_fits
     from jaxdist.training.rounds import lower_local_step, lower_outer_step

@@ -3,7 +3,7 @@
 Theory (`weight_traffic`, `stream_traffic`, `context_traffic`, `expert_traffic`) counts what the papers and the layout
 ask for. XLA merges two transfers of the same array, lifts one that is the same in all turns out of a loop, and drops
 one that nothing reads. `corrected` applies what is known of that to the calls of each transfer. What XLA holds
-otherwise is in `memory_habits`; what no rule predicts, but only bounds, is in `known_differences`.
+otherwise is in `memory_habits`; what no rule predicts, but only bounds, is in `explaining.known_differences`.
 """
 
 from __future__ import annotations

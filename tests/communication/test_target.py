@@ -7,8 +7,8 @@ import pytest
 
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.explain import explain
-from jaxdist.planning.compared import PACKED
-from jaxdist.planning.report import Report
+from jaxdist.explaining.compared import PACKED
+from jaxdist.explaining.report import Report
 from jaxdist.programs import target
 from jaxdist.programs.overlap import by_axes
 from jaxdist.request import load

@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 
 from jaxdist.explain import explain
-from jaxdist.planning import report_text
-from jaxdist.planning.report import Report
+from jaxdist.explaining.report import Report
+from jaxdist.explaining.text import lines as lines_of
 from jaxdist.programs import target
 from jaxdist.request import load
 
@@ -35,7 +35,7 @@ def test_every_collective_is_predicted_and_further_rounds_are_told_apart():
     found = olmoe()
     assert found.unknown == []
     assert set(found.repeated) == {(("expert",), "all-to-all")}
-    (line,) = (line for line in report_text.lines(found) if "0 or more" in line)
+    (line,) = (line for line in lines_of(found) if "0 or more" in line)
     assert "further rounds of experts" in line
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from jaxdist.explain import explain
+from jaxdist.explaining.compared import PACKED
+from jaxdist.explaining.report import Report
 from jaxdist.mesh import parse_mesh
-from jaxdist.planning.compared import PACKED
-from jaxdist.planning.report import Report
 from jaxdist.programs import target
 from tests.communication.arithmetic import product_flops
 from tests.tiers import exhaustive

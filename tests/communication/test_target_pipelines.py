@@ -7,8 +7,8 @@ import pytest
 
 from jaxdist.config import Config
 from jaxdist.explain import explain
-from jaxdist.planning.compared import PACKED
-from jaxdist.planning.report import Report
+from jaxdist.explaining.compared import PACKED
+from jaxdist.explaining.report import Report
 from jaxdist.programs import target
 from jaxdist.request import load
 from tests.planning.pipelines import config

@@ -6,9 +6,9 @@ import pytest
 
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxdist.explain import explain
+from jaxdist.explaining.report import Report
 from jaxdist.mesh.context import ring_bytes
 from jaxdist.planning.predicted_collectives import PERMUTE
-from jaxdist.planning.report import Report
 from jaxdist.programs import target
 from jaxdist.programs.overlap import by_axes
 from tests.tiers import exhaustive

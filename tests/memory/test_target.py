@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxdist.explain import explain
-from jaxdist.planning.report import Report
+from jaxdist.explaining.report import Report
 from jaxdist.programs import target
 from jaxdist.request import load
 from tests.tiers import exhaustive

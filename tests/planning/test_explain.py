@@ -8,12 +8,13 @@ import pytest
 
 from jaxdist import explain, models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, RequestError, TrainConfig
+from jaxdist.explaining.compared import Row
+from jaxdist.explaining.report import Report
+from jaxdist.explaining.text import lines as lines_of
 from jaxdist.mesh import parse_mesh
-from jaxdist.planning import communication, report_text
+from jaxdist.planning import communication
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.collective_time import group_over
-from jaxdist.planning.compared import Row
-from jaxdist.planning.report import Report
 from jaxdist.planning.search import text
 from jaxdist.planning.search.estimate import estimate
 from jaxdist.programs import cross_compile
@@ -101,14 +102,14 @@ def test_a_transfer_has_the_time_that_plan_gives_it(monkeypatch, mesh, options):
         planned["+".join(axis.partition("=")[0] for axis in over.split())] += float(seconds)
     report = explain.explain(asked, "h100")
     assert report.seconds_per_axis == pytest.approx(planned, rel=0.01)
-    told = report_text.lines(report)
+    told = lines_of(report)
     for axes, took in planned.items():
         (line,) = [line for line in told if line.startswith(f"sent over {axes}: ")]
         assert float(line.split()[-4].replace(",", "")) == pytest.approx(1e3 * took, rel=0.01, abs=0.06)
 
 
 def test_a_person_is_told_the_same(report):
-    text = "\n".join(report_text.lines(report))
+    text = "\n".join(lines_of(report))
     assert "arguments" in text
     assert "equal" in text
     assert "every collective is as predicted, to the element" in text
@@ -122,7 +123,7 @@ def test_the_axis_that_splits_rows_is_named_where_gradients_cross_it(report):
     rules = dict(layout.rules) | {"sequence": ("model",)}
     sharded = dataclasses.replace(report.sharded, layout=dataclasses.replace(layout, rules=tuple(rules.items())))
     split = dataclasses.replace(report, sharded=sharded)
-    assert "\nelements over the batch axes and model: " in "\n".join(report_text.lines(split))
+    assert "\nelements over the batch axes and model: " in "\n".join(lines_of(split))
 
 
 @pytest.mark.exhaustive
@@ -130,8 +131,8 @@ def test_collectives_in_branches_are_told_to_count_in_all_ticks(report):
     """Of zb-h1, whose ranks go their own ways."""
     note = "collectives in branches count in every tick, although a rank skips those where it has nothing to run"
     own_ways = explain.explain(config("1x2x2", "zb-h1", remat="none", layers=2))
-    assert f"note        {note}" in report_text.lines(own_ways)
-    assert note not in "\n".join(report_text.lines(report))
+    assert f"note        {note}" in lines_of(own_ways)
+    assert note not in "\n".join(lines_of(report))
 
 
 def test_what_theory_does_not_ask_for_is_told(report, monkeypatch):
@@ -140,7 +141,7 @@ def test_what_theory_does_not_ask_for_is_told(report, monkeypatch):
     other = dataclasses.replace(report)
     monkeypatch.setitem(other.__dict__, "transfers", predicted)
     assert [(row.axes, row.kind) for row in other.differences] == [(("model",), "all-reduce")]
-    assert "NOT PREDICTED: +" in "\n".join(report_text.lines(other))
+    assert "NOT PREDICTED: +" in "\n".join(lines_of(other))
     assert other.json()["differences"]
 
 

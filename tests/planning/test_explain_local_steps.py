@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist import explain, models
 from jaxdist.config import RequestError
-from jaxdist.planning import report_text
+from jaxdist.explaining.text import lines as lines_of
 from jaxdist.planning.hardware import GPUS
 from jaxdist.programs import target
 from jaxdist.request import load, outcome
@@ -163,7 +163,7 @@ def test_two_sites_of_h100():
     milliseconds = 1e3 * (2 * between.latency + theory / (between.bandwidth / 8))  # there and back around a ring of two
     times = re.search(
         r"sent over replica: .* once in 5 steps, ([\d.]+) ms by two-sites-1g; per step .*, ([\d.]+) ms",
-        "\n".join(report_text.lines(report)),
+        "\n".join(lines_of(report)),
     )
     assert float(times[1]) == pytest.approx(milliseconds, abs=0.06)
     assert float(times[2]) == pytest.approx(milliseconds / H, abs=0.06)

@@ -8,12 +8,12 @@ import pytest
 
 from jaxdist import explain, models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from jaxdist.explaining.known_differences import KNOWN
+from jaxdist.explaining.report import Report
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.known_differences import KNOWN
 from jaxdist.planning.predicted_collectives import ALL_REDUCE, Transfer
-from jaxdist.planning.report import Report
 from jaxdist.programs import target
 from jaxdist.programs.cross_compile import Program
 from jaxdist.programs.hlo import Collective

@@ -10,11 +10,11 @@ import pytest
 
 from jaxdist import models, train
 from jaxdist.config import Config, ModelConfig, ParallelConfig, RequestError, TrainConfig
+from jaxdist.explaining.report import Report
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.parallel.placing import ZeroOptions, placements
 from jaxdist.planning import layout_notes, memory, parameter_layout
-from jaxdist.planning.report import Report
 from jaxdist.sharding import Layout, rules
 from tests.planning.sharded import sharded_by
 

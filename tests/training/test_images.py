@@ -15,10 +15,10 @@ import pytest
 from jaxdist import evaluate, generate, train
 from jaxdist.config import Config, RequestError
 from jaxdist.explain import explain
+from jaxdist.explaining.text import lines as lines_of
 from jaxdist.mesh import parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.planning import communication
-from jaxdist.planning.report_text import lines as lines_of
 from jaxdist.programs import target
 from jaxdist.request import load
 from jaxdist.training.run import Run

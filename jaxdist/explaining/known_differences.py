@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from jaxdist.explaining.compared import Row
 from jaxdist.mesh.split import Split
-from jaxdist.planning.compared import Row
 from jaxdist.planning.habit import Habit
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, Transfer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jaxdist.explaining.report import Report
 from jaxdist.mesh import describe
 from jaxdist.output.pictures import GREY, MEMORY, blank, write_picture
-from jaxdist.planning.report import Report
 
 GIB = 2**30
 

@@ -13,20 +13,12 @@ from functools import cached_property
 from jax.sharding import AbstractMesh
 
 from jaxdist.config import Config
+from jaxdist.explaining import known_differences
+from jaxdist.explaining.compared import Key, Row
 from jaxdist.mesh import AXES, DATA, describe
 from jaxdist.mesh.split import Split
-from jaxdist.planning import (
-    clusters,
-    communication,
-    known_differences,
-    layout_notes,
-    memory,
-    model_report,
-    reference_pass,
-    transfer_time,
-)
+from jaxdist.planning import clusters, communication, layout_notes, memory, model_report, reference_pass, transfer_time
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.compared import Key, Row
 from jaxdist.planning.hardware import Gpu
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import F32, Transfer

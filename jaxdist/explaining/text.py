@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from jaxdist.explaining.compared import Row
+from jaxdist.explaining.report import OuterReport, Report
 from jaxdist.mesh import REPLICA, describe
 from jaxdist.output.tables import table
 from jaxdist.output.units import counted, size
 from jaxdist.planning import model_report
-from jaxdist.planning.compared import Row
-from jaxdist.planning.report import OuterReport, Report
 from jaxdist.programs import overlap
 from jaxdist.sharding import SEQUENCE
 
