@@ -42,6 +42,12 @@ OPTIONS = {
 """Name -> options of the lab besides --json. They stand here, so that --help imports no lab."""
 
 CLAIM_OPTIONS = [JSON, Extra("picture", "", "Draw the measurement into this PNG file.", FileName)]
+WIDTH = 23
+"""Columns of the name of a claim."""
+
+LABEL = 11
+"""Columns of its label."""
+
 OUTPUT = "lab.html"
 ALL_OPTIONS = [JSON, Extra("output", OUTPUT, "Write the page with all claims and pictures to this file.", FileName)]
 
@@ -91,11 +97,11 @@ def listing() -> list[str]:
     """Return the list of labs, then of claims by topic, without running any."""
     lines = [USAGE, "", "labs:"]
     for name, about in LABS.items():
-        lines.append(f"  {name:<18}{about}")
+        lines.append(f"  {name:<{WIDTH}}{about}")
     for topic, group in topics():
         lines += ["", f"claims, {topic}:"]
         for claim in group:
-            lines.append(f"  {claim.id:<18}{claim.claim}")
+            lines.append(f"  {claim.id:<{WIDTH}}{claim.label:<{LABEL}}{claim.claim}")
     return lines
 
 
@@ -150,7 +156,7 @@ def run_all(argv: list[str]) -> int:
             reports.append(report)
             # All claims take minutes, so print each as soon as it is measured.
             if not as_json:
-                print(f"{report.status:<13}{claim.id:<18}{report.value}", flush=True)
+                print(f"{report.status:<13}{claim.label:<{LABEL}}{claim.id:<{WIDTH}}{report.value}", flush=True)
     write_whole(Path(output), page(reports))
     if as_json:
         print(json.dumps({"claims": [report.json() for report in reports]}))

@@ -10,6 +10,14 @@ from typing import Any
 WRONG = "shown as wrong"
 """Words in the notes of a claim that corrects the lecture."""
 
+LABELS = {
+    "measured": "a program ran, and this is what it gave",
+    "counted": "read from what the system builds: a compiled program, a schedule, shapes and shardings of arrays",
+    "predicted": "arithmetic of the planner or of a formula; nothing ran",
+    "looked up": "published by others; the source is in the notes",
+}
+"""How a claim's value came about -> what that means."""
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -17,10 +25,14 @@ class Claim:
 
     id: str
     topic: str
+    label: str
+    """One of `LABELS`."""
     claim: str
     expected: str
     unit: str
     tolerance: str
+    fails_if: str
+    """Mistakes in the system that make the claim fail, with `; ` between them; every one is run by a test."""
     notes: str
 
     @property
@@ -58,6 +70,11 @@ class Claim:
             whole = target if of is None else of
             return abs(value - target) <= float(allowed[:-1]) / 100 * abs(whole)
         return abs(value - target) <= float(allowed)
+
+    @property
+    def mistakes(self) -> list[str]:
+        """The mistakes of `fails_if`, one by one."""
+        return self.fails_if.split("; ") if self.fails_if else []
 
     @property
     def corrects(self) -> bool:

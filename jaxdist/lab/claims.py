@@ -19,7 +19,10 @@ from jaxdist.lab.claim import Check, Claim, Outcome
 
 TABLE = Path(__file__).parent / "claims.csv"
 
-TOPICS = ("memory", "compute", "optimizer", "pipelines", "traffic", "tensor", "experts", "long_rows", "data", "scaling")
+TOPICS = (
+    *("memory", "compute", "optimizer", "pipelines", "drawn_pipelines", "traffic", "tensor"),
+    *("experts", "long_rows", "data", "scaling"),
+)
 MODULES = (
     "jaxdist.lab.reductions.checks",
     "jaxdist.lab.slow_networks.checks",
@@ -71,9 +74,15 @@ class Report:
         return str(value)
 
     def json(self) -> dict[str, Any]:
-        """Return id, verdict, measured and expected value."""
+        """Return id, verdict, label, value and expected value."""
         value = None if self.outcome is None else self.outcome.value
-        return {"id": self.claim.id, "passed": self.passed, "value": value, "expected": plain(self.claim.expected)}
+        return {
+            "id": self.claim.id,
+            "passed": self.passed,
+            "label": self.claim.label,
+            "value": value,
+            "expected": plain(self.claim.expected),
+        }
 
     def lines(self) -> list[str]:
         """Return the report as lines of text."""
@@ -81,7 +90,7 @@ class Report:
         lines = [f"{claim.id} ({claim.topic}): {claim.claim}", f"expected  {claim.wanted}"]
         if self.outcome is None:
             return [*lines, f"NOT CHECKED: {self.reason}"]
-        lines += [f"value     {self.value}", "", *self.outcome.lines]
+        lines += [f"{claim.label:<10}{self.value}", "", *self.outcome.lines]
         if claim.corrects:
             lines.append(f"Correction: {claim.notes}.")
         lines.append("PASSED" if self.passed else "NOT AS CLAIMED")

@@ -15,24 +15,35 @@ from jax import P
 from jax.sharding import reshard
 
 from jaxdist import sharding
+from jaxdist.config import ModelConfig
 from jaxdist.data import order
 from jaxdist.data import rows as data_rows
 from jaxdist.data.rows import CutTogether
 from jaxdist.lab import ring
 from jaxdist.lab.checks import memory, traffic
+from jaxdist.lab.reductions import algorithms, checks, execute
 from jaxdist.lab.slow_networks import replicas, server, top_k
 from jaxdist.mesh import DATA
-from jaxdist.models import Params, experts
+from jaxdist.models import Params, experts, layers, resnet
 from jaxdist.parallel import context, placing, sink, zero
 from jaxdist.parallel.crossing import codes
 from jaxdist.parallel.experts import Rounds
-from jaxdist.parallel.pipeline import schedules
+from jaxdist.parallel.pipeline import schedules, stages
 from jaxdist.parallel.placement import Placement
+from jaxdist.parallel.region import vary
 from jaxdist.planning import pipelines
-from jaxdist.training import run, task
+from jaxdist.training import run, task, task_text
 from jaxdist.training.forward.decoder import DecoderForward
 
-CACHES = (memory.states, traffic.elements, schedules.make, server.run, ring.sent)
+CACHES = (
+    memory.states,
+    traffic.elements,
+    schedules.make,
+    server.run,
+    ring.sent,
+    checks.gradient_bytes,
+    stages.Stages.cut,
+)
 """Functions that keep what they have found in a system that was whole, or broken."""
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -233,6 +244,103 @@ def the_own_gradient_stays_in(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(replicas.RULES, "delayed averaging", twice)
 
 
+def the_mlp_is_four_times_too_wide(patch: pytest.MonkeyPatch) -> None:
+    init = layers.MLP.__init__
+
+    def wide(self: layers.MLP, config: ModelConfig, *more: Any) -> None:
+        init(self, config.model_copy(update={"mlp": 16 * config.embed}), *more)
+
+    patch.setattr(layers.MLP, "__init__", wide)
+
+
+def the_bottlenecks_do_not_narrow(patch: pytest.MonkeyPatch) -> None:
+    """A block's 3x3 convolution has as many channels as what comes out of the block."""
+    init = resnet.Bottleneck.__init__
+
+    def wide(self: resnet.Bottleneck, inputs: int, width: int, *more: Any) -> None:
+        init(self, inputs, 4 * width, *more)
+
+    patch.setattr(resnet.Bottleneck, "__init__", wide)
+    patch.setattr(resnet.Bottleneck, "expansion", 1)
+
+
+def the_first_message_is_halved(patch: pytest.MonkeyPatch) -> None:
+    """Of all that a node sends in an all-reduce: its numbers, not its length."""
+    apart = execute.apart
+    # All-reduces run in a process of their own, where a patch of this one does not arrive.
+    patch.setattr(execute, "apart", lambda function, *arguments: apart(halved_there, function, *arguments))
+    patch.setattr(execute, "_done", {})
+    patch.setattr(algorithms.Network, "send", halving(algorithms.Network.send))
+
+
+def halved_there(function: Callable[..., Any], *arguments: Any) -> Any:
+    algorithms.Network.send = halving(algorithms.Network.send)
+    return function(*arguments)
+
+
+def halving(send: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def halved(self: algorithms.Network, message: jax.Array, pairs: Any) -> jax.Array:
+        arrives = send(self, message, pairs)
+        return arrives if len(self.sent) > 1 else arrives / 2
+
+    return halved
+
+
+def gradients_are_reduced_twice(patch: pytest.MonkeyPatch) -> None:
+    reduce = zero.reduce_manual
+    patch.setattr(zero, "reduce_manual", lambda place, g: reduce(place, vary(reduce(place, g), (DATA,))))
+
+
+def a_message_is_not_needed(patch: pytest.MonkeyPatch) -> None:
+    """Stages 0 and 1 of GPipe run a micro-batch in the same tick."""
+    gpipe = schedules.gpipe
+
+    def together(S: int, M: int, v: int = 1) -> schedules.Schedule:
+        found = gpipe(S, M, v)
+        forward = found.forward.copy()
+        forward[1] = forward[0]
+        return schedules.Schedule("gpipe", S, M, 1, forward, found.backward)
+
+    patch.setitem(schedules.SCHEDULES, "gpipe", together)
+
+
+def a_batch_enters_in_every_fourth_tick(patch: pytest.MonkeyPatch) -> None:
+    """PipeDream has room for one in every second."""
+
+    def slow(S: int, M: int, v: int = 1) -> schedules.Schedule:
+        g = np.arange(S)[:, None]
+        m = np.arange(M)
+        return schedules.Schedule("pipedream", S, M, 1, 4 * m + g, 4 * m + 2 * S - 1 - g)
+
+    patch.setitem(schedules.SCHEDULES, "pipedream", slow)
+
+
+def two_slots_are_swapped(patch: pytest.MonkeyPatch) -> None:
+    """The backward units of the last two micro-batches of GPipe."""
+    gpipe = schedules.gpipe
+
+    def swapped(S: int, M: int, v: int = 1) -> schedules.Schedule:
+        found = gpipe(S, M, v)
+        backward = found.backward.copy()
+        backward[:, -2:] = found.backward[:, :-3:-1]
+        return schedules.Schedule("gpipe", S, M, 1, found.forward, backward)
+
+    patch.setitem(schedules.SCHEDULES, "gpipe", swapped)
+
+
+def the_last_stage_has_twice_as_many(patch: pytest.MonkeyPatch) -> None:
+    def split(costs: list[int], parts: int, what: str) -> list[int]:
+        each = len(costs) // (parts + 1)
+        return [each] * (parts - 1) + [len(costs) - each * (parts - 1)]
+
+    patch.setattr(stages, "split", split)
+
+
+def every_second_row_is_left_out(patch: pytest.MonkeyPatch) -> None:
+    available = task_text.TextTask.available
+    patch.setattr(task_text.TextTask, "available", lambda self: (available(self)[0] // 2, available(self)[1]))
+
+
 @dataclass(frozen=True)
 class Fault:
     """A claim, a mistake that it must notice, and the settings with which it is measured."""
@@ -242,11 +350,30 @@ class Fault:
     settings: dict[str, Any] = field(default_factory=dict)
     slow: bool = False
     """Whether a program is compiled for seconds."""
+    exhaustive: bool = False
+    """Whether it takes so long that only the exhaustive tier runs it."""
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        """The marks of its test."""
+        return [pytest.mark.exhaustive] * self.exhaustive + [pytest.mark.slow] * self.slow
 
 
 ONE_DEVICE = {"meshes": ("1x1x1",)}
 
 FAULTS = (
+    Fault("gpt3-fp16", the_mlp_is_four_times_too_wide),
+    Fault("gpt3-min-gpus", the_mlp_is_four_times_too_wide),
+    Fault("gpt2-min-gpus", the_mlp_is_four_times_too_wide),
+    Fault("resnet50-ps", the_bottlenecks_do_not_narrow, exhaustive=True),
+    Fault("allreduce-naive", the_first_message_is_halved, {"sizes": (2, 4, 8, 16)}, exhaustive=True),
+    Fault("allreduce-direct", the_first_message_is_halved, {"sizes": (2, 4, 8, 16)}, exhaustive=True),
+    Fault("allreduce-ring", the_first_message_is_halved, {"sizes": (2, 4, 8, 16)}, exhaustive=True),
+    Fault("allreduce-halving", the_first_message_is_halved, {"sizes": (2, 4, 8, 16)}, exhaustive=True),
+    Fault("reduce-example", the_first_message_is_halved, exhaustive=True),
+    Fault("ps-direction", the_first_message_is_halved, slow=True),
+    Fault("pipeline-2x2", gradients_are_reduced_twice, exhaustive=True),
+    Fault("fsdp-walkthrough", gradients_are_summed_whole_and_then_cut),
     Fault("sampler-unique", every_row_is_row_0),
     Fault("sampler-unique", labels_are_the_tokens_themselves),
     Fault("sampler-unique", every_device_has_all_rows),
@@ -278,6 +405,13 @@ FAULTS = (
     Fault("pipeline-naive", stages_do_not_wait),
     Fault("pipeline-gpipe", stages_do_not_wait),
     Fault("pipedream-1f1b", a_stage_turns_back_late),
+    Fault("pipeline-sends", a_message_is_not_needed),
+    Fault("pipedream-staleness", a_stage_turns_back_late),
+    Fault("pipedream-bubble", a_batch_enters_in_every_fourth_tick),
+    Fault("pipeline-3x4", two_slots_are_swapped),
+    Fault("vertical-idle", stages_do_not_wait),
+    Fault("split-31", the_last_stage_has_twice_as_many),
+    Fault("simple-model-parallel", every_second_row_is_left_out),
     Fault("gpt3-3d", an_uneven_split_is_not_told),
     Fault("strong-scaling", every_device_has_all_rows),
     Fault("ps-equal", the_server_adds_up_and_does_not_average),

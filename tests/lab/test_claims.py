@@ -10,7 +10,7 @@ import pytest
 from jaxdist.config import RequestError
 from jaxdist.lab import claims, page
 from jaxdist.lab.__main__ import LABS, main
-from jaxdist.lab.claim import Check, Claim, Outcome
+from jaxdist.lab.claim import LABELS, Check, Claim, Outcome
 from jaxdist.lab.reductions.checks import CHECKS as REDUCTIONS
 from tests.lab.faults import CACHES, FAULTS
 from tests.lab.pages import assert_pasted
@@ -76,16 +76,24 @@ def broken(monkeypatch):
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        pytest.param(one, id=f"{one.id}-{one.system.__name__}", marks=pytest.mark.slow if one.slow else ())
-        for one in FAULTS
-    ],
+    [pytest.param(one, id=f"{one.id}-{one.system.__name__}", marks=one.marks) for one in FAULTS],
 )
 def test_a_claim_fails_where_the_system_is_broken(fault, broken):
     """The check itself is left as it is."""
     fault.system(broken)
     told = claims.measure(claims.claims()[fault.id], **fault.settings)
     assert told.status == "FAILED", "\n".join(told.lines())
+
+
+def test_each_measured_or_counted_claim_has_a_mistake_of_the_system_that_it_notices():
+    """The table names them in words; the functions that make them have these names."""
+    found = {id: [] for id in claims.claims()}
+    for fault in FAULTS:
+        found[fault.id].append(fault.system.__name__.replace("_", " "))
+    assert {id: claim.mistakes for id, claim in claims.claims().items()} == found
+    labels = {claim.id: claim.label for claim in claims.claims().values()}
+    assert set(labels.values()) == set(LABELS)
+    assert [id for id, label in labels.items() if label in ("measured", "counted") and not found[id]] == []
 
 
 def test_what_is_expected_is_no_part_of_a_check():
@@ -97,7 +105,7 @@ def test_what_is_expected_is_no_part_of_a_check():
 
 
 def claimed(expected, tolerance) -> Claim:
-    return Claim("id", "topic", "claim", expected, "-", tolerance, "")
+    return Claim("id", "topic", "measured", "claim", expected, "-", tolerance, "", "")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +159,7 @@ def test_the_list_has_every_claim_and_runs_none(capsys, monkeypatch):
     monkeypatch.setattr(claims, "checks", lambda: pytest.fail("imports jax"))
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {claim.id:<18}{claim.claim}\n" in out for claim in claims.claims().values())
+    assert all(f"\n  {claim.id:<23}{claim.label:<11}{claim.claim}\n" in out for claim in claims.claims().values())
 
 
 def test_one_claim(capsys, tmp_path):
@@ -160,7 +168,7 @@ def test_one_claim(capsys, tmp_path):
     out = capsys.readouterr().out
     claim = claims.claims()["zero-7p5b-1"]
     assert out.startswith(
-        f"zero-7p5b-1 (ZeRO): {claim.claim}\nexpected  {claim.expected} (GB), within 1%\nvalue     31."
+        f"zero-7p5b-1 (ZeRO): {claim.claim}\nexpected  {claim.expected} (GB), within 1%\ncounted   31."
     )
     assert out.endswith("PASSED\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -170,7 +178,13 @@ def test_one_claim(capsys, tmp_path):
 
 def test_one_claim_as_json(capsys):
     assert main(["slingshot", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"id": "slingshot", "passed": True, "value": 25.0, "expected": 25.0}
+    assert json.loads(capsys.readouterr().out) == {
+        "id": "slingshot",
+        "passed": True,
+        "label": "looked up",
+        "value": 25.0,
+        "expected": 25.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -207,9 +221,9 @@ def test_what_is_not_checked_has_not_passed(checks, capsys, tmp_path):
     assert main(["--all", "--output", str(output), "--json"]) == 1
     told = {one.pop("id"): one for one in json.loads(capsys.readouterr().out)["claims"]}
     assert told.keys() == claims.claims().keys()
-    assert told["zero-comm-1"] == {"passed": True, "value": 1.5, "expected": 1.0}
-    assert told["slingshot"] == {"passed": False, "value": 1.5, "expected": 25.0}
-    assert told["chinchilla"] == {"passed": False, "value": None, "expected": 21.1}
+    assert told["zero-comm-1"] == {"passed": True, "label": "counted", "value": 1.5, "expected": 1.0}
+    assert told["slingshot"] == {"passed": False, "label": "looked up", "value": 1.5, "expected": 25.0}
+    assert told["chinchilla"] == {"passed": False, "label": "looked up", "value": None, "expected": 21.1}
     html = output.read_text()
     assert (html.count(">passed<"), html.count(">FAILED<")) == (2, 2)  # in the table, and in its topic
     assert html.count(">not checked<") == 2 * (len(told) - 2)

@@ -36,12 +36,12 @@ MESHES = ("1x1x1", "4x1x1", "2x2x1")
 
 
 @contextmanager
-def data_set() -> Iterator[DataConfig]:
-    """Make token files of `SAMPLES` and `HELD_OUT` rows of random tokens, no two of them alike."""
+def data_set(samples: int = SAMPLES) -> Iterator[DataConfig]:
+    """Make token files of so many rows to train on and of `HELD_OUT` rows, of random tokens and no two alike."""
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         paths = []
-        for name, rows in (("train.bin", SAMPLES), ("held_out.bin", HELD_OUT)):
+        for name, rows in (("train.bin", samples), ("held_out.bin", HELD_OUT)):
             path = Path(folder) / name
             with TokenWriter(path, "uint16") as writer:
                 writer.write(random.integers(0, MODEL.vocab, rows * MODEL.sequence + 1))
