@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
-from jaxdist.config.values import CountOrZero, FractionFloat32, NonNegativeFloat32, PositiveFloat32, Section
+from jaxdist.config.values import CountOrZero, FractionFloat32, NonNegativeFloat32, PositiveFloat32, Section, Suggested
+from jaxdist.optimizers import rates
 from jaxdist.optimizers.rule import Role, UpdateRule
 from jaxdist.optimizers.schedules import SCHEDULES
 from jaxdist.optimizers.table import UPDATE_RULES
@@ -17,6 +19,18 @@ if TYPE_CHECKING:
 else:
     RuleName = Literal[*UPDATE_RULES]
     ScheduleName = Literal[*SCHEDULES]
+
+
+def _rates(text: str) -> str:
+    try:
+        rates.parse(text)
+    except ValueError as problem:
+        raise PydanticCustomError("rates", str(problem)) from None
+    return text
+
+
+Rates = Annotated[str, AfterValidator(_rates), Suggested(f"{word}=" for word in rates.GROUPS)]
+"""Factors by name: `rates.parse` reads it."""
 
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2}
 """The bytes of a number of a moment."""
@@ -37,6 +51,8 @@ class OptimizerConfig(Section):
     """Learning rate at the end, as a fraction of the peak; inverse-sqrt may already be lower."""
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Fraction of the run that decays; used by constant and inverse-sqrt only."""
+    rates: Rates = ""
+    """Factors of the learning rate by parameter, such as embedding=0.5,head=2,blocks.mlp.*=1.5; empty: none."""
     beta1: FractionFloat32 = 0.9
     """Decay of the first moment; for sgd the momentum."""
     beta2: FractionFloat32 = 0.95

@@ -137,6 +137,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "optimizer.warmup": ALWAYS,
     "optimizer.final": (decay,),
     "optimizer.decay_fraction": (ends_by_decay,),
+    "optimizer.rates": ALWAYS,
     "optimizer.beta1": ALWAYS,
     "optimizer.beta2": (second_moment,),
     "optimizer.moments": ALWAYS,

@@ -22,6 +22,7 @@ from jaxdist.mesh import REPLICA, make_mesh, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.models import Params
 from jaxdist.models.foreign import Foreign
+from jaxdist.optimizers import rates
 from jaxdist.parallel.crossing import Crossing, Delayed, Outer, crossing_of
 from jaxdist.parallel.placement import differentiated
 from jaxdist.planning import communication, memory
@@ -110,7 +111,8 @@ class Run:
             kind = PreferenceTask if config.train.learns_pairs else TextTask
             self.task = kind(split, self.model, self.mesh, self.layout)
         # Last, because it needs the shapes of the parameters.
-        problem = communication.compression_that_costs(self.sharded)
+        moved = [p.name for p in self.sharded.parameters if p.place.role.differentiated]
+        problem = communication.compression_that_costs(self.sharded) or rates.problem_of(config.optimizer.rates, moved)
         if problem:
             raise RequestError(problem)
 

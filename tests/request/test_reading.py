@@ -105,7 +105,7 @@ def another(name: str) -> object:
     default, kind = KNOBS[name].default, KNOBS[name].annotation
     given = {"resume": "7", "mesh": "2x1x1", "train.epochs": 1.5, "model.rope_theta": 1e4}
     given |= {"model.rope_scaling": "linear,factor=2", "model.lora_targets": "q_proj", "data.text": "content"}
-    given |= {"data.mixture": "a*0.7,b*0.3", "model.period": "sliding,full"}
+    given |= {"data.mixture": "a*0.7,b*0.3", "model.period": "sliding,full", "optimizer.rates": "head=2"}
     if name in given:
         return given[name]
     if get_origin(kind) is Annotated:
@@ -340,6 +340,7 @@ EDGES = {
     "model.capacity_factor": ([1e-9, 64.0], [0.0, 64.001]),
     "model.norm_eps": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
     "optimizer.learning_rate": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
+    "optimizer.rates": (["", "a=0, head=1000"], ["head", "head=", "head=-0.1", "head=1000.1", "a=1,a=1", "a=1,"]),
     "optimizer.outer_rate": ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38]),
     **dict.fromkeys(("train.dpo_beta", "train.orpo_lambda"), ([1.2e-38, 3.4e38], [0.0, 1e-39, 3.5e38])),
     "optimizer.decay_fraction": ([0.0, 1.0], [-1e-9, 1.000001]),

@@ -100,7 +100,7 @@ LEGAL = {
         *("price", "deadline"),
     ),
     "empty": (
-        *("log.wandb", "profile.steps", "data.skip"),
+        *("log.wandb", "profile.steps", "data.skip", "optimizer.rates"),
         "sample.prompts",  # without sample.every
         "model.lora_targets",  # without a rank
         "model.period",

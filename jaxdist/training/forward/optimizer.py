@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxdist.config import OptimizerConfig
 from jaxdist.models import Params
+from jaxdist.optimizers.rates import at_rates, parse
 from jaxdist.optimizers.schedules import SCHEDULES
 from jaxdist.training.forward.rounded_moments import rounded
 
@@ -62,7 +63,9 @@ def optimizer(config: OptimizerConfig, steps: int, roles: Params) -> optax.Gradi
     `roles` has a `Role` for each parameter, nested as they are; weight decay is for those that it says decay.
     """
     rule = config.rule.transformation(config, schedule(config, steps), roles)
-    return rule if config.moments == "float32" else rounded(rule, config.rule.moments)
+    if config.moments != "float32":
+        rule = rounded(rule, config.rule.moments)
+    return at_rates(rule, parse(config.rates), roles) if config.rates else rule
 
 
 def clip(grads: Params, norm: Float[Array, ""], limit: float) -> Params:
