@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from jaxdist.cluster.process_env import check_alone
-from jaxdist.config import Config, RequestError, compute_dtype
+from jaxdist.config import Config, RequestError
 from jaxdist.config.values import DevicesOrZero, FileName, Suggested
 from jaxdist.planning.hardware import GPUS, PRESETS
 from jaxdist.process.exit_codes import DONE, FAILED
@@ -101,7 +101,7 @@ def explain(config: Config, target: str | None = None, devices: int = 0, cluster
     if where:
         clusters.check_sites(where, count)
         sites = where.sites(count)
-    config = config.with_precision(cpu=not gpu)
+    config = config.with_precision(cpu=not gpu, capability=gpu.capability if gpu else ())
     split = Split(config, shape)
     check_mesh_fits(split)
     numbers = device_numbers(shape, sites)
@@ -165,7 +165,7 @@ def _compiled(
     if options:
         notes.append(f"compiled with {xla_options.as_flags(options)}, as train does")
     model = config.model
-    unknown = AttentionCall.of(model, model.window, layout, split.rows, compute_dtype(config.precision)).unknown_mask
+    unknown = AttentionCall.of(model, model.window, layout, split.rows, config.numbers.compute).unknown_mask
     if unknown and gpu:
         notes.append(f"attention runs in blocks of queries, because {unknown}")
     program = replace(program, notes=tuple(notes))

@@ -177,7 +177,7 @@ class Layout:
         device = device or mesh.devices.flat[0]
         sizes = {name: size for name, size in mesh.shape.items() if size > 1}
         split = {name: tuple(axis for axis in sizes if axis in axes) for name, axes in rules.items()}
-        return cls(tuple(sizes.items()), device.platform, tuple(split.items()), _capability(device))
+        return cls(tuple(sizes.items()), device.platform, tuple(split.items()), capability_of(device))
 
     @classmethod
     def of(
@@ -196,7 +196,7 @@ class Layout:
         return replace(self, axes=axes, rules=rules)
 
     @property
-    def compute_capability(self) -> str:
+    def computecapability_of(self) -> str:
         """The compute capability as JAX writes it, such as `9.0`: a layout stands for one of its devices in `on`."""
         return ".".join(map(str, self.capability))
 
@@ -338,7 +338,8 @@ def _check(rules: Rules, names: Collection[str]) -> None:
                 raise ValueError(f"the rules split {logical} over a mesh axis '{axis}'; {nearest(axis, AXES)}")
 
 
-def _capability(device: jax.Device) -> tuple[int, ...]:
+def capability_of(device: jax.Device) -> tuple[int, ...]:
+    """Return the compute capability of a CUDA device, (9, 0) for an H100; empty for other devices."""
     # CUDA writes "9.0"; ROCm has names there, such as "gfx942", and a CPU has no such attribute.
     version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     if version is None:

@@ -20,7 +20,6 @@ from jaxdist.api.gathering import on_host, write_safetensors
 from jaxdist.api.means import MeanCheck
 from jaxdist.api.request import (
     Batch,
-    Precision,
     Shard,
     Zero,
     check_batch_dims,
@@ -39,8 +38,7 @@ from jaxdist.api.request import (
 from jaxdist.api.starting import exported, replaced, sources_of
 from jaxdist.cluster import runtime, xla_options
 from jaxdist.cluster.script import check_joined, join
-from jaxdist.config import compute_dtype
-from jaxdist.config.float16 import scales_loss
+from jaxdist.config.precision import PRECISIONS, PrecisionName
 from jaxdist.mesh import BATCH_AXES, PIPELINE, describe, make_mesh, parse_mesh
 from jaxdist.models import Params, foreign
 from jaxdist.models.foreign import Foreign, LossFunction
@@ -53,7 +51,7 @@ from jaxdist.parallel.placing import Wrt, ZeroOptions
 from jaxdist.process.exit_codes import STOPPED
 from jaxdist.programs.compiled import text_of
 from jaxdist.programs.hlo import Collective, collectives
-from jaxdist.sharding import BATCH, Layout, Rules
+from jaxdist.sharding import BATCH, Layout, Rules, capability_of
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.engine import Engine
 from jaxdist.training.forward.module import ModuleForward, Scope
@@ -70,7 +68,7 @@ def parallelize(
     optimizer: optax.GradientTransformation,
     mesh: str = "-1x1x1",
     zero: Zero = 0,
-    precision: Precision = "float32",
+    precision: PrecisionName = "float32",
     accumulation: int = 1,
     scope: Scope = "batch",
     rules: Rules | None = None,
@@ -148,10 +146,14 @@ def parallelize(
     if not devices:
         check_joined()
     device_mesh = make_mesh(shape, devices) if devices else runtime.start(shape)
+    numbers = PRECISIONS[precision]
+    problem = numbers.missing(capability_of(device_mesh.devices.flat[0]))
+    if problem:
+        raise ValueError(problem)
     model = foreign.describe(model_fn, partial(_synchronize_statistics, scope, device_mesh))
     check_trained(model, wrt)
     layout = layout_of(device_mesh, model, rules or {}, scope)
-    dtype = jnp.dtype(compute_dtype(precision))
+    dtype = jnp.dtype(numbers.compute)
     split = to_be_split(layout, model, shard)
     options = ZeroOptions(zero, summed=scope != "batch", wrt=wrt, may_split=split)
     forward: Forward
@@ -171,8 +173,7 @@ def parallelize(
     learned = part_of(forward.abstract, places)
     takes = arguments_of(check_optimizer(optimizer), learned)
     rule = on_shards(optimizer if ema is None else averaged(optimizer, ema), places, learned)
-    scaled = scales_loss(precision)
-    step = Step(forward, rule, keep=precision == "mixed", takes_loss="value" in takes, scales=scaled)
+    step = Step(forward, rule, keep=numbers.keeps_copy, takes_loss="value" in takes, scales=numbers.scales_loss)
     compiler_options = xla_options.options_for(device_mesh, sequence=bool(layout.sequence_parallel))
     engine = Engine(device_mesh, layout, step, compiler_options)
 

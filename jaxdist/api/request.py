@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import nearest
+from jaxdist.config.precision import PRECISIONS
 from jaxdist.mesh import BATCH_AXES, DATA, LAYER_AXES, PARAMETER_AXES, PIPELINE, SEQUENCE_AXES, MeshShape, describe
 from jaxdist.models import Params, dim_names
 from jaxdist.models.foreign import Foreign
@@ -25,7 +26,6 @@ Batch = Tree
 
 Shard = int | Callable[[str, jax.ShapeDtypeStruct], bool]
 Zero = Literal[0, 1, 2, 3]
-Precision = Literal["float32", "bfloat16", "mixed", "float16"]
 
 LISTED = 6
 """Arrays that an error names at most."""
@@ -56,7 +56,7 @@ def check_values(
 ) -> None:
     """Raise `ValueError` for values that the type annotations exclude."""
     _check_choice("zero", zero, get_args(Zero))
-    _check_choice("precision", precision, get_args(Precision))
+    _check_choice("precision", precision, tuple(PRECISIONS))
     _check_choice("scope", scope, get_args(Scope))
     if not isinstance(mesh, str):
         raise ValueError(f"mesh is {mesh!r}; write it as text, '4x1x1' or 'data=4'")

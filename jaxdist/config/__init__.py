@@ -19,6 +19,13 @@ from jaxdist.config.mixture import MixtureSource
 from jaxdist.config.model import FAMILIES, ModelConfig
 from jaxdist.config.optimizer import OptimizerConfig
 from jaxdist.config.pipeline import PipelineConfig
+from jaxdist.config.precision import (
+    PRECISIONS,
+    Capability,
+    Precision,
+    PrecisionName,
+    meaning_of_auto,
+)
 from jaxdist.config.values import (
     Count,
     CountOrZero,
@@ -343,7 +350,7 @@ class Config(Section):
 
     mesh: str = "-1x1x1"
     """data x model x pipeline, such as 4x1x1, or by name: data=4,replica=2; -1 fills an axis; auto: train plans it."""
-    precision: Literal["auto", "float32", "bfloat16", "mixed", "float16"] = "auto"
+    precision: Literal["auto", PrecisionName] = "auto"
     """bfloat16, float16 (loss scaled): f32 parameters; mixed: f32 masters in the optimizer; auto: bfloat16 on GPUs."""
     run_dir: FilePath | None = None
     """Folder of the run; none: runs/ and the name of the configuration, or of the folder of Hugging Face."""
@@ -395,26 +402,23 @@ class Config(Section):
             update[section] = update.get(section, getattr(self, section)).model_copy(update=knobs)
         return self.model_copy(update=update)
 
-    def with_precision(self, cpu: bool, bfloat16: bool = True) -> Config:
+    @property
+    def numbers(self) -> Precision:
+        """The row of the precision; `auto` counts as bfloat16."""
+        return PRECISIONS["bfloat16" if self.precision == "auto" else self.precision]
+
+    def with_precision(self, cpu: bool, capability: Capability = ()) -> Config:
         """Return the configuration with the precision that `auto` stands for on CPUs, or else on GPUs.
 
-        Raises `RequestError` for one that needs `bfloat16` where there is none.
+        `capability` is the CUDA compute capability of the GPUs, where it is known. Raises `RequestError` for a
+        precision that they do not have. Where `auto` becomes float16, `scaled_loss.check` looks at the other knobs.
         """
         if self.precision == "auto":
-            on_gpus = "bfloat16" if bfloat16 else "float16"
-            return self.model_copy(update={"precision": "float32" if cpu else on_gpus})
-        if not bfloat16 and compute_dtype(self.precision) == "bfloat16":
-            raise RequestError(
-                f"precision is {self.precision}, but these GPUs have no bfloat16; set precision to float16 or float32"
-            )
+            return self.model_copy(update={"precision": meaning_of_auto(cpu, capability)})
+        problem = self.numbers.missing(capability)
+        if problem:
+            raise RequestError(problem)
         return self
-
-
-def compute_dtype(precision: str) -> Literal["float32", "bfloat16", "float16"]:
-    """Return the dtype in which a step computes; `auto` counts as bfloat16."""
-    if precision == "float32":
-        return "float32"
-    return "float16" if precision == "float16" else "bfloat16"
 
 
 def leaves(section: BaseModel, prefix: str = "") -> dict[str, object]:

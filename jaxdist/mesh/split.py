@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
-from jaxdist.config import Config, ModelConfig, compute_dtype
+from jaxdist.config import Config, ModelConfig
 from jaxdist.config.matmuls import head_sizes_of
 from jaxdist.mesh import BATCH_AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES
-from jaxdist.mesh.context import SHORTEST_PART, WIDE, Choice, Form, Heads, ring_bytes, ulysses_bytes, ulysses_elements
+from jaxdist.mesh.context import SHORTEST_PART, Choice, Form, Heads, ring_bytes, ulysses_bytes, ulysses_elements
 from jaxdist.mesh.crossing import CrossingTraits, asked
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def cached_heads_of(model: ModelConfig, ways: int) -> Heads:
 
 def compute_width(config: Config) -> int:
     """Return the bytes of a number in the compute dtype."""
-    return WIDE if compute_dtype(config.precision) == "float32" else 2
+    return config.numbers.width
 
 
 def saved_by_layer(remat: str, zero: int, pipelined: bool) -> str:

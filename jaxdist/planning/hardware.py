@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxdist.config.precision import PRECISIONS, Capability
+
 PRESETS = {path.stem: path for path in sorted((Path(__file__).parent.parent / "configs" / "clusters").glob("*.toml"))}
 """The clusters inside the package, by name; `clusters.py` reads them."""
 
@@ -15,7 +17,7 @@ class Gpu:
 
     kind: str
     """The device name that CUDA reports."""
-    capability: tuple[int, int]
+    capability: Capability
     cores: int
     """Streaming multiprocessors."""
     lanes: int
@@ -30,7 +32,7 @@ class Gpu:
     bandwidth: float
     """The bandwidth of that memory."""
     peak: float
-    """Dense bfloat16 FLOP/s."""
+    """Dense FLOP/s in bfloat16, or in float16 where it has no bfloat16."""
     host: float
     """Bandwidth to the memory of its host, one way."""
     watts: float
@@ -74,7 +76,7 @@ def _read(row: dict[str, str]) -> Gpu:
         cache=bytes_of("cache MiB", 2**20),
         memory=int(row["memory bytes"]),
         bandwidth=float(row["memory GB/s"] + "e9"),
-        peak=float(row["bf16 TFLOP/s"] + "e12"),
+        peak=float(row["16-bit TFLOP/s"] + "e12"),
         host=float(row["host GB/s"] + "e9"),
         watts=float(row["watts"]),
     )
@@ -98,24 +100,25 @@ GH200 and a GB200. Watts are the largest of the data sheets; those of a GH200 in
 
 Of the cards, XLA has a description of the A6000. The memory of the others is what CUDA reports in public error messages
 of PyTorch ("total capacity of 23.64 GiB"), for the RTX 5090 of a matmul benchmark (main-horse.github.io); the cores of
-an L4 follow from its float32 FLOP/s and its clock.
+an L4 follow from its float32 FLOP/s and its clock. Of a T4 (PCIe 3.0 x16), sizes are what deviceQuery prints of it in
+public posts.
 
 How many share a host and what links them is not the GPU's: `configs/clusters` has it."""
 
-CARDS = ("a6000", "l4", "l40s", "rtx4090", "rtx5090")
-"""Cards of 24 to 48 GB for a PCIe slot. The clusters of them are guesses: there are no measurements of their links."""
+CARDS = ("a6000", "l4", "l40s", "rtx4090", "rtx5090", "t4")
+"""Cards of 16 to 48 GB for a PCIe slot. The clusters of them are guesses: there are no measurements of their links."""
 
 MOST = 0.95
 """The largest share of a GPU's memory that JAX can take: CUDA's context and NCCL's buffers need the rest."""
 
-WITHOUT_BFLOAT16 = ("v100", "t4")
-"""GPUs, as clusters name them, whose matrix units have float16 and no bfloat16: those before Ampere."""
+OLDER = {"v100": (7, 0)}
+"""The capabilities of further GPUs that clusters name. JAX compiles for none of them: CUDA 13 has left Volta out."""
 
-PEAK_BFLOAT16 = {
+PEAK = {
     "GB300": 2500e12,
     **{name: gpu.peak for name, gpu in GPUS.items() if name not in CARDS},
 }
-"""Dense bfloat16 FLOP/s by a part of the device's name; the first name that matches counts.
+"""Dense 16-bit FLOP/s by a part of the device's name; the first name that matches counts.
 
 A card is known by its whole name: an L40 is not an L4, and half as fast as an L40S.
 """
@@ -126,18 +129,22 @@ def of_kind(device_kind: str) -> Gpu | None:
     return next((gpu for gpu in GPUS.values() if gpu.kind == device_kind), None)
 
 
+def capability_of(name: str) -> Capability:
+    """Return the compute capability of the GPUs that a cluster names; empty for others, and CPUs."""
+    return GPUS[name].capability if name in GPUS else OLDER.get(name, ())
+
+
 def peak_flops(device_kind: str, precision: str) -> float | None:
-    """Return the FLOP/s of the matrix units; float16 counts as bfloat16.
+    """Return the FLOP/s of the matrix units in 16 bits.
 
     None where they are not known: for float32, CPUs and devices that are not listed. `precision` is that of a run.
     """
-    # Mixed precision computes in bfloat16 too; for float32 no peak is listed.
-    if precision not in ("bfloat16", "mixed", "float16"):
+    if not PRECISIONS[precision].casts:
         return None
     gpu = of_kind(device_kind)
     if gpu is not None:
         return gpu.peak
-    for name, peak in PEAK_BFLOAT16.items():
+    for name, peak in PEAK.items():
         if name.lower() in device_kind.lower():
             return peak
     return None

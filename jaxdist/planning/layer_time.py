@@ -25,9 +25,9 @@ from jaxdist.sharding import Layout
 def speed_of(config: Config, cluster: Cluster) -> Speed:
     """Return what a device of the cluster reaches in this precision."""
     rates = cluster.rates
-    # The matrix units of a GPU multiply float32 at half the rate of bfloat16.
-    half = 0.5 if config.precision == "float32" and cluster.gpu != "cpu" else 1.0
-    peak = half * cluster.peak
+    # The peak of a cluster of CPUs is that of float32.
+    rate = 1.0 if cluster.gpu == "cpu" else config.numbers.rate
+    peak = rate * cluster.peak
     return Speed(peak * cluster.matmul * rates.matmul, peak * rates.attention, cluster.bandwidth)
 
 

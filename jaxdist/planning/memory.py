@@ -31,7 +31,6 @@ import jax
 import numpy as np
 
 from jaxdist.config import Config
-from jaxdist.config.float16 import scales_loss
 from jaxdist.config.stacks import path_to, stacks_of
 from jaxdist.mesh.split import Split, compute_width
 from jaxdist.models.foreign import Foreign
@@ -203,7 +202,7 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
     counters = 3
     if pipe is None or pipe.flush:
         counters += config.optimizer.rule.counters
-    if scales_loss(config.precision):
+    if config.numbers.scales_loss:
         # The scale of the loss, and the good steps since it has changed.
         counters += 2
     found = held(config, parameters, config.parallel.zero, pipelined=pipe is not None)
@@ -221,7 +220,7 @@ def held(config: Config, parameters: list[Placed], zero: Count, pipelined: Count
     crossing = sum(_crossing(p) for p in learned)
     beside = with_replicas(config).at_rest(crossing, sum(p.held for p in learned), _masters_on_host(config))
     # A frozen parameter has no copy that is kept: it is cast anew in each step.
-    kept = learned if config.precision == "mixed" else []
+    kept = learned if config.numbers.keeps_copy else []
     return Memory(
         parameters=sum(count * width.parameters for count, width in each),
         optimizer=sum(count * width.optimizer for count, width in each),
@@ -295,7 +294,7 @@ def widths(config: Config, p: Placed) -> Widths:
 
 def _masters_on_host(config: Config) -> bool:
     """Return whether the f32 parameters rest in host memory."""
-    return config.parallel.offload != "none" and config.precision == "mixed"
+    return config.parallel.offload != "none" and config.numbers.keeps_copy
 
 
 def _bytes(a: jax.ShapeDtypeStruct) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxdist.config import Config
+from jaxdist.config.precision import PRECISIONS, Precision
 from jaxdist.mesh.split import compute_width
 from jaxdist.parallel import placing
 from jaxdist.parallel.pipeline.stages import BLOCKS
@@ -77,19 +78,19 @@ class Placed:
         return self.stored if self.exact else compute_width(config)
 
 
-def by_precision(config: Config, parameters: list[Placed]) -> dict[tuple[str, int], list[Placed]]:
+def by_precision(config: Config, parameters: list[Placed]) -> dict[tuple[Precision, int], list[Placed]]:
     """Return the parameters in groups, by their width in use and the precision that would keep and cast all of a group.
 
     Frozen ones have no copy that is kept. They lie in the dtype in which they are used, as in precision float32, or are
     cast in each step, as in precision bfloat16.
     """
-    groups: dict[tuple[str, int], list[Placed]] = {}
+    groups: dict[tuple[Precision, int], list[Placed]] = {}
     width = compute_width(config)
     for p in parameters:
-        kind: tuple[str, int] = (config.precision, width)
+        kind = (config.numbers, width)
         if not p.trained:
             used = p.width(config)
-            kind = ("float32", used) if p.stored == used else ("bfloat16", width)
+            kind = (PRECISIONS["float32"], used) if p.stored == used else (PRECISIONS["bfloat16"], width)
         groups.setdefault(kind, []).append(p)
     return groups
 

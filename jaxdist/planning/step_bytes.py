@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxdist.config.precision import Precision
 from jaxdist.mesh.split import Split
 from jaxdist.planning.memory_habits import CUT_OUT, SUM_OF_ONE, Arrays, as_held
 from jaxdist.planning.predicted_collectives import F32, INT32
@@ -92,7 +93,7 @@ def gradients_of_layers(zero: Numbers, width: int, elements: Elements) -> Number
     return np.where(np.asarray(zero) >= 2, shards, whole)
 
 
-def weights(zero: Numbers, width: int, elements: Elements, precision: str) -> Numbers:
+def weights(zero: Numbers, width: int, elements: Elements, precision: Precision) -> Numbers:
     """Return the bytes of weights that a step casts or gathers.
 
     Stage 0 casts, stages 1 and 2 gather all weights, and stage 3 gathers one layer and the largest table.
@@ -100,16 +101,16 @@ def weights(zero: Numbers, width: int, elements: Elements, precision: str) -> Nu
     _, rest, use, layer, table = elements
     cast = copied(width, elements, precision)
     # In mixed precision, the copy that is kept between steps is what stages 0 to 2 use.
-    gathered = 0 if precision == "mixed" else width * use
+    gathered = 0 if precision.keeps_copy else width * use
     split = np.where(np.asarray(zero) == 3, cast + width * (layer + table), gathered)
     return np.where(np.asarray(use) == rest, cast, split)
 
 
-def copied(width: int, elements: Elements, precision: str) -> Numbers:
+def copied(width: int, elements: Elements, precision: Precision) -> Numbers:
     """Return the bytes of the weights at rest that a step makes of what is held: cast, or gathered over replicas."""
-    if precision == "mixed":
+    if precision.keeps_copy:
         return 0
-    if precision == "float32":
+    if not precision.casts:
         return width * np.where(np.asarray(elements.held) < elements.rest, elements.rest, 0)
     return width * elements.rest
 
@@ -130,7 +131,13 @@ def cut_out(width: int, layout: Layout) -> int:
 
 
 def pipeline_weights(
-    zero: Numbers, width: int, layers: Elements, shared: Elements, virtual: Numbers, precision: str, layout: Layout
+    zero: Numbers,
+    width: int,
+    layers: Elements,
+    shared: Elements,
+    virtual: Numbers,
+    precision: Precision,
+    layout: Layout,
 ) -> Numbers:
     """Return the bytes of weights that a rank casts or gathers, once per step; at stage 3 one layer at a time."""
     cast = copied(width, layers, precision) + copied(width, shared, precision)

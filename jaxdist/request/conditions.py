@@ -199,7 +199,7 @@ def moments(config: Config, known: Known) -> str:
     """Need moments, or master weights, that an update reads."""
     optimizer = config.optimizer
     only_momentum = optimizer.rule.betas == ("beta1",)
-    if only_momentum and optimizer.beta1 == 0 and config.precision != "mixed":
+    if only_momentum and optimizer.beta1 == 0 and not config.numbers.keeps_copy:
         return f"optimizer.name {optimizer.name} with optimizer.beta1 0, which reads no moment,"
     return ""
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxdist import __version__
-from jaxdist.config import Config, ModelConfig, compute_dtype
+from jaxdist.config import Config, ModelConfig
 from jaxdist.config.stacks import first_layers, path_to
 from jaxdist.config.trained import merged
 from jaxdist.files import write_whole
@@ -80,7 +80,7 @@ def write_folder(config: Config, which: str, path: Path, dtype: str) -> dict[str
     """
     folder = RunFolder(config.folder)
     run = folder.path
-    dtype = dtype or kept_dtype(run) or compute_dtype(config.precision)
+    dtype = dtype or kept_dtype(run) or config.numbers.compute
     files = small_files(read_kept(run), config.model, dtype, _own_tokenizer(folder))
     path.mkdir()
     with step_of(config, which) as (checkpoints, found), weights(config, checkpoints, found) as params:

@@ -14,8 +14,7 @@ import optax
 
 from jaxdist import models
 from jaxdist.cluster import runtime, xla_options
-from jaxdist.config import Config, RequestError, compute_dtype
-from jaxdist.config.float16 import scales_loss
+from jaxdist.config import Config, RequestError, scaled_loss
 from jaxdist.config.trained import without_form
 from jaxdist.data.batches import AbstractBatch, Batch
 from jaxdist.mesh import REPLICA, make_mesh, parse_mesh
@@ -30,7 +29,7 @@ from jaxdist.planning.hardware import Gpu
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.process.gpu_memory import gpu_share
 from jaxdist.request import Enough, check_mesh_fits
-from jaxdist.sharding import Layout
+from jaxdist.sharding import Layout, capability_of
 from jaxdist.training.engine import Engine
 from jaxdist.training.forward.delayed_step import DelayedStep
 from jaxdist.training.forward.local_step import LocalStep
@@ -86,7 +85,8 @@ class Run:
         self.device = gpu or (devices or jax.devices())[0]
         """One of the devices, or its description; all are of its kind."""
         # First, because the form of attention over `context` depends on it, and sizes must fit that form.
-        self.config = config = config.with_precision(cpu=self.device.platform == "cpu")
+        self.config = config = config.with_precision(self.device.platform == "cpu", capability_of(self.device))
+        scaled_loss.check(config)
         self.split = split = Split(config, self.mesh.shape)
         check_mesh_fits(split, batch)
         self.layout = Layout.of(split, self.mesh, self.device)
@@ -166,13 +166,13 @@ class Run:
     @property
     def dtype(self) -> jnp.dtype:
         """The compute dtype of the model."""
-        return jnp.dtype(compute_dtype(self.config.precision))
+        return jnp.dtype(self.config.numbers.compute)
 
     @property
     def against_overflow(self) -> str:
         """What to do about a result that is not finite, as the end of a sentence."""
         remedy = "take the weights of another --checkpoint, or another model"
-        if self.config.precision == "float32":
+        if not self.config.numbers.casts:
             return remedy
         return f"{remedy}; or try --precision float32"
 
@@ -188,11 +188,11 @@ class Run:
             self.forward,
             self.update_rule(roles),
             max_norm=config.optimizer.clip,
-            keep=config.precision == "mixed",
+            keep=config.numbers.keeps_copy,
             offload=config.parallel.offload == "optimizer",
             crossing=self.crossing,
             saves_frozen=not config.model.frozen,
-            scales=scales_loss(config.precision),
+            scales=config.numbers.scales_loss,
         )
 
     def update_rule(self, roles: Params) -> optax.GradientTransformation:

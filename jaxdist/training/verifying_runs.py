@@ -54,7 +54,7 @@ def verify_run(run: Run, job: Job) -> Verification:
         Side(alone.engine, partial(alone.task.batch_after, 0)),
         run.dtype,
         begin=partial(begin, run) if run.config.init_from else None,
-        hint="" if run.config.precision == "float32" else ROUNDED.format(dtype=run.dtype),
+        hint=ROUNDED.format(dtype=run.dtype) if run.config.numbers.casts else "",
     )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 import jaxdist
+from jaxdist.config.precision import PRECISIONS
 from tests.foreign.architectures import CASES
 from tests.foreign.plain import by_jaxdist, by_optax, in_float64
 from tests.parity import cases
@@ -141,7 +143,7 @@ def test_equals_plain_optax_on_one_device(row):
 )
 def test_adamw_in_float64(row, monkeypatch):
     """No precision of `parallelize` is float64: here "float32" is."""
-    monkeypatch.setattr(jaxdist.api, "compute_dtype", lambda precision: "float64")
+    monkeypatch.setitem(PRECISIONS, "float32", replace(PRECISIONS["float32"], compute="float64"))
     name, accumulation = row[0], row[3]
     make = in_float64(CASES[name].make)
     with jax.enable_x64(True):

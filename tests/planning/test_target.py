@@ -44,16 +44,18 @@ def test_a_sister_is_not_taken_for_it():
     assert {peak_flops(f"NVIDIA {name}", "bfloat16") for name in ("L40", "A10", "GeForce RTX 4090 D")} == {None}
 
 
-def test_cards_have_24_to_48_gb_and_the_float32_flops_of_their_data_sheets():
+def test_cards_have_16_to_48_gb_and_the_float32_flops_of_their_data_sheets():
     sheets = {"a6000": (48, 38.7), "l4": (24, 30.3), "l40s": (48, 91.6), "rtx4090": (24, 82.6), "rtx5090": (32, 104.8)}
+    sheets["t4"] = (16, 8.1)
     assert set(CARDS) == set(sheets)
     for name, (gigabytes, teraflops) in sheets.items():
         gpu = GPUS[name]
         assert 0.9 * gigabytes * 2**30 < gpu.memory < gigabytes * 2**30
         assert round(gpu.peak_f32 / 1e12, 1) == teraflops
-        assert "threads_per_core_limit: 1536\n" in target.text(gpu)
-    # Of two, no links are known: as many as are asked for are taken to be in one host.
-    assert [name for name in CARDS if of_gpu(name) is None] == ["a6000", "l4"]
+        threads = 1024 if name == "t4" else 1536
+        assert f"threads_per_core_limit: {threads}\n" in target.text(gpu)
+    # Of three, no links are known: as many as are asked for are taken to be in one host.
+    assert [name for name in CARDS if of_gpu(name) is None] == ["a6000", "l4", "t4"]
     assert (target.hosts("l4", 12), target.hosts("rtx4090", 16), target.hosts("rtx5090", 2)) == (
         (1, 12),
         (2, 8),

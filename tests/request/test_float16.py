@@ -4,9 +4,11 @@ import pytest
 
 from jaxdist.config import Config, ModelConfig, RequestError
 from jaxdist.planning.clusters import cluster
+from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.plan import search
 from jaxdist.planning.search.text import changes
 from jaxdist.request import load
+from jaxdist.training.run import Run
 
 REPLICAS = {"mesh": "replica=2", "parallel.replica_zero": "true"}
 
@@ -30,12 +32,25 @@ def test_what_a_scaled_loss_does_not_go_with_is_refused(words):
     assert problem.endswith("or precision to float32")
 
 
-def test_a_plan_for_gpus_without_bfloat16_takes_float16_and_says_so():
+def test_a_plan_for_gpus_without_bfloat16_takes_float16_as_a_run_does():
     where = cluster("v100-nvlink")
     base = Config(model=ModelConfig(layers=2, embed=64, heads=4))
     best = search(base, 1, where).ranked[0]
     assert best.config.precision == "float16"
-    assert changes(best, base)["precision"] == "float16"
+    assert "precision" not in changes(best, base)
     with pytest.raises(RequestError, match="precision is mixed, but these GPUs have no bfloat16; set precision to flo"):
         search(base.model_copy(update={"precision": "mixed"}), 1, where)
     assert "precision" not in changes(search(base, 1, cluster("a100-hdr")).ranked[0], base)
+
+
+def on(gpu: str, **knobs) -> Run:
+    return Run(Config(mesh="1x1x1").with_knobs(knobs), dry=True, gpu=GPUS[gpu])
+
+
+def test_a_run_on_gpus_without_bfloat16_takes_float16_where_the_precision_is_left_open():
+    assert [on(gpu).config.precision for gpu in ("t4", "a100")] == ["float16", "bfloat16"]
+    assert on("t4", precision="float32").config.precision == "float32"
+    with pytest.raises(RequestError, match="precision is bfloat16, but these GPUs have no bfloat16; set precision to"):
+        on("t4", precision="bfloat16")
+    with pytest.raises(RequestError, match=r"precision is float16, but with parallel\.delayed_gradients"):
+        on("t4", **{"parallel.delayed_gradients": True})

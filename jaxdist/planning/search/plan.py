@@ -8,12 +8,12 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxdist.config import FAMILIES, Config, RequestError, float16
+from jaxdist.config import FAMILIES, Config, RequestError, scaled_loss
 from jaxdist.mesh import CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REPLICA, crossing, describe
 from jaxdist.models import Model, build_decoder
 from jaxdist.planning.certainty import tie
 from jaxdist.planning.clusters import Cluster, check_sites
-from jaxdist.planning.hardware import WITHOUT_BFLOAT16
+from jaxdist.planning.hardware import capability_of
 from jaxdist.planning.search import advice
 from jaxdist.planning.search.candidates import Columns, candidate_config, candidates, meshes, row_of
 from jaxdist.planning.search.estimate import Estimate, estimate
@@ -108,10 +108,8 @@ def search(config: Config, devices: int, cluster: Cluster) -> Plan:
     """
     check_covered(config)
     check_sites(cluster, devices)
-    config = config.with_precision(cpu=cluster.gpu == "cpu", bfloat16=cluster.gpu not in WITHOUT_BFLOAT16)
-    problems = tuple(float16.refused(config))
-    if problems:
-        raise RequestError(*problems)
+    config = config.with_precision(cpu=cluster.gpu == "cpu", capability=capability_of(cluster.gpu))
+    scaled_loss.check(config)
     model = build_decoder(config.model)
     shapes = meshes(config, devices)
     if not shapes:

@@ -20,7 +20,7 @@ from jaxdist.output.tables import table
 from jaxdist.output.units import counted
 from jaxdist.planning import rates
 from jaxdist.planning.clusters import Cluster, efficiency_lines
-from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.hardware import GPUS, capability_of
 from jaxdist.planning.least_squares import Problem
 from jaxdist.planning.search.estimate import Estimate, estimate
 from jaxdist.planning.search.plan import check_covered
@@ -171,7 +171,7 @@ def check_steps(cluster: Cluster, steps: Sequence[Measured]) -> None:
 
 
 def _estimate(one: Measured, cluster: Cluster) -> Estimate:
-    config = one.config.with_precision(cpu=cluster.gpu == "cpu")
+    config = one.config.with_precision(cpu=cluster.gpu == "cpu", capability=capability_of(cluster.gpu))
     return estimate(config, build_decoder(config.model), cluster)
 
 

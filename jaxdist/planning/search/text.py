@@ -8,7 +8,6 @@ from shlex import quote
 from typing import Any
 
 from jaxdist.config import Config, leaves
-from jaxdist.config.float16 import scales_loss
 from jaxdist.mesh import crossing
 from jaxdist.models import Model
 from jaxdist.output.tables import table
@@ -232,8 +231,8 @@ def changes(candidate: Estimate, base: Config) -> dict[str, str]:
     after = leaves(candidate.config)
     # The mesh is always given.
     before["mesh"] = ""
-    if base.precision == "auto" and not scales_loss(candidate.config.precision):
-        # `auto` has been replaced by its meaning on these devices, where it means the same again; float16 it never is.
+    if base.precision == "auto":
+        # It has been replaced by its meaning on these devices, where it means the same again.
         before["precision"] = after["precision"]
     changed = {}
     for knob, value in after.items():

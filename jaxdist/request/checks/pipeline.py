@@ -79,9 +79,9 @@ def _asynchronous(config: Config) -> Iterator[str]:
             f"optimizer.clip is {config.optimizer.clip:g}, {but} updates each stage before the gradients of the others "
             f"exist, so there is no norm to clip by; " + remedy("optimizer.clip to 0", "pipeline.schedule to 1f1b")
         )
-    if config.precision == "mixed":
+    if config.numbers.keeps_copy:
         yield (
-            f"precision is mixed, {but} keeps several versions of the weights, and no copy of the newest; "
+            f"precision is {config.precision}, {but} keeps several versions of the weights, and no copy of the newest; "
             + remedy("precision to bfloat16", "pipeline.schedule to 1f1b")
         )
 

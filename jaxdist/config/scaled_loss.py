@@ -1,12 +1,10 @@
-"""float16: the one 16-bit format of GPUs before Ampere (V100, T4), with a range so small that the loss is scaled."""
+"""What a loss that is scaled in the backward pass, as that of float16 is, does not go with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jaxdist.config import Config
+from jaxdist.config import Config, RequestError
 
 KNOBS = (
     "precision",
@@ -16,14 +14,9 @@ KNOBS = (
 """What `refused` reads."""
 
 
-def scales_loss(precision: str) -> bool:
-    """Return whether the loss is scaled in the backward pass: in float16 small gradients would be zero."""
-    return precision == "float16"
-
-
 def refused(config: Config) -> Iterator[str]:
-    """Yield a sentence for each knob that does not go with a scaled loss; none in other precisions."""
-    if not scales_loss(config.precision):
+    """Yield a sentence for each knob that does not go with a scaled loss; none where it is not scaled."""
+    if not config.numbers.scales_loss:
         return
     but = f"precision is {config.precision}, but"
     instead = "or precision to float32"
@@ -54,3 +47,10 @@ def refused(config: Config) -> Iterator[str]:
             f"{but} with model.lora_base {config.model.lora_base} frozen weights are in bfloat16, whose range float16 "
             f"does not have; set model.lora_base to float32, {instead}"
         )
+
+
+def check(config: Config) -> None:
+    """Raise `RequestError` for what `refused` finds: the precision may have been `auto` when the request was read."""
+    problems = tuple(refused(config))
+    if problems:
+        raise RequestError(*problems)
