@@ -196,7 +196,7 @@ class Layout:
         return replace(self, axes=axes, rules=rules)
 
     @property
-    def computecapability_of(self) -> str:
+    def compute_capability(self) -> str:
         """The compute capability as JAX writes it, such as `9.0`: a layout stands for one of its devices in `on`."""
         return ".".join(map(str, self.capability))
 

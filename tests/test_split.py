@@ -53,6 +53,7 @@ def test_rows_and_tokens_are_those_of_the_layout(mesh):
     assert split.rows * split.micro_batches * layout.ranks == 64
     assert split.tokens == split.rows * split.length
     assert layout.zigzag == split.ring
+    assert (layout.capability, Layout.of(split, abstract_mesh(split.shape), layout)) == ((9, 0), layout)
     assert split.heads.query == split.config.model.heads // layout.parts("heads")
     assert split.size(*AXES) == abstract_mesh(split.shape).size
 
