@@ -192,6 +192,8 @@ READ_AS_JSON = {
     "config.values": "a knob",
     "cluster.faults": "a variable of the environment",
     "cluster.kv_store": "what processes tell each other",
+    "cluster.consensus": "what processes tell each other",
+    "training.checkpoint.shared_reading": "what processes tell each other",
     "doctor.network": "what processes tell each other",
     "doctor.sites": "what processes tell each other",
     "training.copies": "what processes tell each other",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
 import threading
 import time
 import zlib
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 
@@ -19,6 +20,9 @@ Made = TypeVar("Made")
 
 LEADER_SPEAKS = 5.0
 """Seconds in which process 0 reports why it refuses and ends the others, which would otherwise end it first."""
+
+NO_MORE = "no more"
+"""Ends errands; no JSON."""
 
 LONGEST_VALUE = 1 << 19
 """Characters of a text that are stored under one name: a message holds a few million."""
@@ -75,11 +79,11 @@ def all_come(seconds: float) -> bool:
     return True
 
 
-def agreed(look: Callable[[], int]) -> int:
+def agreed(look: Callable[[], int], errands: Errands | None = None) -> int:
     """Return, in every process, the number from 0 that `look` returns in the leader; no other process calls it.
 
     If it raises `RequestError` there, all processes raise one with the same exit code. All processes must call this,
-    in the same order.
+    in the same order. While the leader looks, the others do the `errands` that it deals.
     """
     found = 0
     problem = None
@@ -89,6 +93,10 @@ def agreed(look: Callable[[], int]) -> int:
         except RequestError as error:
             found = -error.exit_code
             problem = error
+        if errands:
+            errands.end()
+    elif errands:
+        errands.help()
     found = from_leader(found)
     if problem:
         raise problem
@@ -128,15 +136,69 @@ def told_by_leader(name: str, text: str) -> str:
     if kv_store.processes() == 1:
         return text
     if kv_store.process() == 0:
-        packed = base64.b64encode(zlib.compress(text.encode())).decode()
-        pieces = [packed[start : start + LONGEST_VALUE] for start in range(0, len(packed), LONGEST_VALUE)]
-        for number, piece in enumerate(pieces):
-            kv_store.post(f"{name}/{number}", piece)
-        kv_store.post(f"{name}/pieces", str(len(pieces)))
+        tell(name, text)
         return text
-    count = int(kv_store.read(f"{name}/pieces"))
+    return hear(name)
+
+
+def tell(name: str, text: str) -> None:
+    """Store a text of any length, which others `hear`; use each name once. Does not start JAX's devices."""
+    packed = base64.b64encode(zlib.compress(text.encode())).decode()
+    pieces = [packed[start : start + LONGEST_VALUE] for start in range(0, len(packed), LONGEST_VALUE)]
+    for number, piece in enumerate(pieces):
+        kv_store.post(f"{name}/{number}", piece)
+    kv_store.post(f"{name}/pieces", str(len(pieces)))
+
+
+def hear(name: str, seconds: float = kv_store.WEEK) -> str:
+    """Return the text that a process tells under `name`. Raises `TimeoutError` if it does not begin in `seconds`."""
+    count = int(kv_store.read(f"{name}/pieces", seconds))
     packed = "".join(kv_store.read(f"{name}/{number}") for number in range(count))
     return zlib.decompress(base64.b64decode(packed)).decode()
+
+
+class Errands:
+    """What the leader deals to all processes while they wait for its decision.
+
+    All processes make one, in the same order, and call `agreed` with it.
+    """
+
+    def __init__(self, do: Callable[[Any], Any]):
+        """`do` returns what a process finds about its part, in every process; JSON can hold both."""
+        self._do = do
+        self._name = f"errands/{next(_questions)}"
+        self._rounds = 0
+        """Parts that every process has been dealt; each may be empty."""
+
+    def deal(self, parts: Sequence[Any]) -> list[Any]:
+        """Return what all processes find, each about its part; the leader alone calls this, and does its own part."""
+        name = self._round()
+        for process in range(1, len(parts)):
+            tell(f"{name}/{process}", json.dumps(parts[process]))
+        found = [self._do(parts[0])]
+        found += [json.loads(hear(f"{name}/{process}/found")) for process in range(1, len(parts))]
+        kv_store.forget(name)
+        return found
+
+    def help(self) -> None:
+        """Do the parts of this process until the leader ends it."""
+        while True:
+            mine = f"{self._round()}/{kv_store.process()}"
+            text = hear(mine)
+            if text == NO_MORE:
+                return
+            tell(f"{mine}/found", json.dumps(self._do(json.loads(text))))
+
+    def end(self) -> None:
+        """Let the other processes go on; the leader alone calls this."""
+        name = self._round()
+        for process in range(1, kv_store.processes()):
+            tell(f"{name}/{process}", NO_MORE)
+
+    def _round(self) -> str:
+        """Return the name of the next round; all processes number them alike."""
+        self._rounds += 1
+        return f"{self._name}/{self._rounds}"
 
 
 def check_alike(what: str, text: str, remedy: str) -> None:

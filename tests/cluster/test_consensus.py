@@ -7,66 +7,12 @@ import time
 import pytest
 
 from jaxdist.cluster import consensus, kv_store
-
-
-class Store:
-    """A key-value store of two processes, each of which is a thread."""
-
-    def __init__(self, monkeypatch):
-        self.values, self.changed, self.here = {}, threading.Condition(), threading.local()
-        monkeypatch.setattr(kv_store, "processes", lambda: 2)
-        monkeypatch.setattr(kv_store, "process", lambda: self.here.number)
-        monkeypatch.setattr(kv_store, "post", self.post)
-        monkeypatch.setattr(kv_store, "read", self.read)
-        monkeypatch.setattr(kv_store, "forget", self.forget)
-
-    def post(self, name, text):
-        with self.changed:
-            assert name not in self.values
-            assert len(text) <= consensus.LONGEST_VALUE
-            self.values[name] = text
-            self.changed.notify_all()
-        return True
-
-    def read(self, name, seconds=30.0):
-        with self.changed:
-            if not self.changed.wait_for(lambda: name in self.values, seconds):
-                raise TimeoutError(name)
-            return self.values[name]
-
-    def forget(self, name):
-        with self.changed:
-            self.values = {key: value for key, value in self.values.items() if not f"{key}/".startswith(f"{name}/")}
-
-    def run(self, *calls):
-        """Call a function in each process; return what they return."""
-        found = [None] * len(calls)
-
-        def run(number):
-            self.here.number = number
-            found[number] = calls[number]()
-
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        return found
-
-
-class Numbered:
-    """Counts what each process asks."""
-
-    def __init__(self, counts):
-        self.counts = counts
-
-    def __next__(self):
-        return next(self.counts[kv_store.process()])
+from tests.group import Group
 
 
 @pytest.fixture
 def store(monkeypatch):
-    return Store(monkeypatch)
+    return Group(monkeypatch)
 
 
 @pytest.mark.parametrize("here", [(0,), (1,), (0, 1)])
@@ -87,7 +33,6 @@ def test_each_process_waits_for_the_others_as_long(here, store, monkeypatch):
 
 def test_answers_that_all_have_read_are_forgotten(store, monkeypatch):
     """Processes number their questions alike, and one is slow to read its answers."""
-    questions = [itertools.count(), itertools.count()]
     read = kv_store.read
 
     def slow(name, seconds):
@@ -103,7 +48,6 @@ def test_answers_that_all_have_read_are_forgotten(store, monkeypatch):
 
     monkeypatch.setattr(kv_store, "read", slow)
     monkeypatch.setattr(consensus, "_answered", [])
-    monkeypatch.setattr(consensus, "_questions", Numbered(questions))
     everyone = [[[0, round_], [1, round_]] for round_ in range(5)]
     assert store.run(lambda: ask(0), lambda: ask(1)) == [everyone, everyone]
     assert len(store.values) <= 3  # of the last question: two values, and what all answered
@@ -118,11 +62,6 @@ def test_a_text_of_any_length_is_told(store, monkeypatch, text):
 
 def test_the_others_do_something_until_the_leader_has_made_it(store, monkeypatch):
     began, order = threading.Event(), []
-    monkeypatch.setattr(
-        kv_store,
-        "watch",
-        lambda name, then: threading.Thread(target=lambda: then(store.read(name)), daemon=True).start(),
-    )
 
     def make():
         if kv_store.process() == 0:
@@ -139,3 +78,27 @@ def test_the_others_do_something_until_the_leader_has_made_it(store, monkeypatch
     call = lambda: consensus.leader_first("data", make, meanwhile)
     store.run(call, call)
     assert order == [0, "meanwhile", 1]
+
+
+def test_what_the_leader_deals_the_others_do_until_it_has_decided(store):
+    """Two rounds, of parts of any length; then all have the leader's number."""
+    done = {0: [], 1: []}
+
+    def do(part):
+        done[kv_store.process()].append(part)
+        return [kv_store.process(), len(part)]
+
+    def look(errands):
+        first = errands.deal(["a", "b" * 3000])
+        return first + errands.deal([[], [7]])
+
+    def call():
+        errands = consensus.Errands(do)
+        if kv_store.process() == 0:
+            found = look(errands)
+            errands.end()
+            return found
+        return errands.help()
+
+    assert store.run(call) == [[[0, 1], [1, 3000], [0, 0], [1, 1]], None]
+    assert done == {0: ["a", []], 1: ["b" * 3000, [7]]}

@@ -342,7 +342,7 @@ def test_the_old_go_only_when_the_new_is_sealed(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(
                 "jaxdist.training.checkpoint.step_dir.StepDir.seal",
-                lambda step_dir, step: step_dir.path("no such thing").stat(),
+                lambda step_dir, step, sums: step_dir.path("no such thing").stat(),
             )
             checkpoints.save(10, state(10), facts(10))
             with pytest.raises(SaveFailed, match="step 10 could not be saved: no such file"):
@@ -358,10 +358,10 @@ def test_a_save_that_fails_never_contradicts_the_last_good_checkpoint(tmp_path, 
     """Step 5 is sealed in both failures: of the best one, and of what is done when a step has its seal."""
     seal = StepDir.seal
 
-    def no_best(step_dir, step):
+    def no_best(step_dir, step, sums):
         if step_dir.folder.name == "best":
             raise OSError(errno.EIO, "Input/output error")
-        seal(step_dir, step)
+        seal(step_dir, step, sums)
 
     def no_permission(step_dir, *_):
         raise PermissionError(errno.EACCES, "Permission denied")

@@ -26,6 +26,7 @@ from jaxdist.parallel.crossing import replicas
 from jaxdist.parallel.crossing.base import RESIDUAL
 from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter, SaveFailed, array_shapes
 from jaxdist.training.checkpoint.readback import Shapes, unreadable
+from jaxdist.training.checkpoint.shared_reading import SharedReading
 from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, StepDir
 from jaxdist.training.checkpoint.stored_arrays import StoredArray, open_arrays
 from jaxdist.training.copies import check_weights
@@ -76,6 +77,10 @@ class Checkpoints:
         self._best = OrbaxWriter(StepDir(folder / BEST, run), 1, kind=BEST, sealed=note)
         self._aside = [StepDir(folder / ASIDE, run), StepDir(folder / ASIDE / BEST, run)]
         self._seals = keep is not None
+        self._shared: SharedReading | None = None
+        if keep is not None:
+            # Whoever writes has a folder that all processes share; readers may have a copy each.
+            self._shared = SharedReading([self._newest.step_dir, self._best.step_dir])
         self._reports_failure = False
         self.notes: list[str] = []
         """Sentences about steps that were skipped, sealed or set aside; only the leader has them."""
@@ -111,7 +116,7 @@ class Checkpoints:
         self._reports_failure = True
         for store in (self._newest, self._best):
             with suppress(SaveFailed):
-                store.wait()
+                store.wait(alone=True)
         step = self.latest()
         if step is not None:
             return f"the last good checkpoint is that of step {step}"
@@ -157,7 +162,7 @@ class Checkpoints:
             found = self._choose(which, expected)
             return stores.index(found.store)
 
-        store = stores[agreed(look)]
+        store = stores[agreed(look, self._shared.errands if self._shared else None)]
         step = from_leader(found.step if found else 0)
         return Found(store, step)
 
@@ -343,7 +348,7 @@ class Checkpoints:
         seal = folder.seal_of(step)
         if seal is None:
             return self._damage_without_seal(folder, step, expected)
-        damage = folder.damage(step)
+        damage = folder.damage(step, compare=self._shared.differing if self._shared else None)
         if damage is None and seal.step is None:
             self.notes.append(f"checkpoint {folder.path(step)} has checksums of an older jaxdist, without run and step")
         return damage

@@ -1,13 +1,14 @@
 """Steps that Orbax writes in the background, sealed with checksums as soon as they are on disk; then old ones go.
 
-A step is read back and gets its checksums, and only then may it take the place of others: whenever the process is
-killed, what it had before is complete.
+A step is read back by those who wrote it and gets its checksums, and only then may it take the place of others:
+whenever the process is killed, what it had before is complete.
 """
 
 from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import logging
 import os
 import re
@@ -29,6 +30,7 @@ from jaxdist.parallel.crossing.base import RESIDUAL
 from jaxdist.parallel.crossing.outer import VELOCITY
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.training.checkpoint.readback import Shapes, unreadable
+from jaxdist.training.checkpoint.shared_reading import SavedSums
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.checkpoint.stored_arrays import CHUNK_BYTES
 
@@ -52,6 +54,10 @@ NOT_WRITTEN = r"coroutine '.*\bwrite_fragment' was never awaited"
 
 METER = ".mlp.meter"
 """How the name of a parameter ends that older checkpoints of routed models hold: zeros, which nothing reads."""
+
+
+_saves = itertools.count()
+"""Numbers the saves: every process makes the same ones, in the same order."""
 
 
 class SaveFailed(RuntimeError):
@@ -95,6 +101,7 @@ class OrbaxWriter:
         self.step: int | None = None
         """The newest that is saved, or being saved: it is not saved again."""
         self._sealing: threading.Thread | None = None
+        self._sums: SavedSums | None = None
         self._given_up = threading.Event()
         self._failed: OSError | None = None
         self._has_failed = False
@@ -108,6 +115,8 @@ class OrbaxWriter:
             return
         self.wait()
         self.step = step
+        sums = SavedSums(next(_saves), self.step_dir.path(step))
+        self._sums = sums
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         # They are the only ones that are read a part at a time, by an export.
         items["params"] = ocp.args.StandardSave(trees["params"], save_args=_chunks(trees["params"]))
@@ -118,12 +127,15 @@ class OrbaxWriter:
                 self.step_dir.unseal(step)
             contents = ocp.args.Composite(facts=ocp.args.JsonSave(facts), **items)
             self._orbax.save(self.step_dir.path(step), args=contents, force=True)
+        # Orbax commits in the background: a thread waits for that, and the leader's seals the step.
         if leader():
-            # Orbax commits in the background: a thread waits for that, and seals the step.
             self._given_up = threading.Event()
             expected = {name: array_shapes(tree) for name, tree in trees.items()}
-            self._sealing = threading.Thread(target=self._seal, args=(step, expected, self._given_up), daemon=True)
-            self._sealing.start()
+            arguments = (step, expected, sums, self._given_up)
+            self._sealing = threading.Thread(target=self._seal, args=arguments, daemon=True)
+        else:
+            self._sealing = threading.Thread(target=sums.contribute, daemon=True)
+        self._sealing.start()
 
     def check(self) -> None:
         """Raise `SaveFailed` if the current save, or the last one, has failed. Takes no time."""
@@ -135,11 +147,16 @@ class OrbaxWriter:
             self._failed = None
             raise self._failure(error) from error
 
-    def wait(self) -> None:
-        """Wait until the step that is being saved is sealed. Raises `SaveFailed`."""
+    def wait(self, alone: bool = False) -> None:
+        """Wait until the step that is being saved is sealed. Raises `SaveFailed`.
+
+        `alone` waits for no other process, which may be gone: the leader reads what they wrote.
+        """
+        if alone and self._sums:
+            self._sums.alone.set()
         with self._raising_save_failed():
             self._orbax.wait_until_finished()
-        if self._sealing:
+        if self._sealing and (leader() or not alone):
             self._sealing.join()
         self.check()
 
@@ -199,21 +216,25 @@ class OrbaxWriter:
             f"give the model that was trained there (the [model] section of its config.toml, if it has one)"
         )
 
-    def _seal(self, step: int, expected: dict[str, Shapes], given_up: threading.Event) -> None:
+    def _seal(self, step: int, expected: dict[str, Shapes], sums: SavedSums, given_up: threading.Event) -> None:
         """Wait, in a thread, until the step has its name; check that it can be read, seal it, remove older steps."""
         try:
             while not self.step_dir.path(step).exists():
                 if given_up.wait(POLL):
+                    sums.give_up()
                     return
+            sums.written()
             problem = unreadable(self.step_dir.path(step), expected, values=False)
             if problem:
                 raise OSError(f"it is not there when it is read back ({problem})")
-            self.step_dir.seal(step)
+            self.step_dir.seal(step, sums.collect())
             if self._sealed:
                 self._sealed(step)
             self.step_dir.keep(self._keep, self._every)
         except OSError as error:
             self._failed = error
+            # Unless they know already that the step is written.
+            sums.give_up()
 
     @contextmanager
     def _raising_save_failed(self) -> Iterator[None]:
@@ -227,7 +248,10 @@ class OrbaxWriter:
         """Return the error to raise; the step that was saved last may be sealed, and count as saved, all the same."""
         # The thread may be waiting for a step that will never be committed.
         self._given_up.set()
-        if self._sealing:
+        if self._sealing and leader():
+            # Nor may another process answer that has failed too.
+            if self._sums:
+                self._sums.alone.set()
             self._sealing.join()
         # Orbax and the thread may both have failed: that is one failure, and reported once.
         self._failed = None

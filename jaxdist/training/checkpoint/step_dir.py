@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,20 +141,31 @@ class StepDir:
         """
         step = max(self.sealed(), default=None)
         try:
-            if not step or self.damage(step, thorough) or self.missing_run_facts(step):
+            if not step or self.missing_run_facts(step):
                 return None
-            steps = max(self.facts(step)["steps"], asked)
+            # Most runs are not finished, and what they resume from is read later.
+            if step < max(self.facts(step)["steps"], asked) or self.damage(step, thorough):
+                return None
         except WRONG_CONTENT:
             # The step was removed, or changed, meanwhile.
             return None
-        return step if step >= steps else None
+        return step
 
-    def seal(self, step: int) -> None:
-        """Write the checksums of a step that is complete, and whose numbers are all finite. Reads all of it."""
-        sums = self._sums(step)
-        sums.parent.mkdir(exist_ok=True)
-        content = {"run": self.run, "step": step, "finite": True, "xxh3_64": _checksums(self.path(step))}
-        write_whole(sums, json.dumps(content))
+    def seal(self, step: int, sums: Mapping[str, Checksum] | None = None) -> None:
+        """Write the checksums of a step that is complete, and whose numbers are all finite.
+
+        Reads all of it, unless its `sums` are given.
+        """
+        sums = sums or self.checksums(step)
+        seal = self._sums(step)
+        seal.parent.mkdir(exist_ok=True)
+        content = {"run": self.run, "step": step, "finite": True, "xxh3_64": dict(sorted(sums.items()))}
+        write_whole(seal, json.dumps(content))
+
+    def checksums(self, step: int) -> dict[str, Checksum]:
+        """Return the checksum of every file of a step, by its path there. Reads all of it."""
+        path = self.path(step)
+        return checksums_in(path, [str(file.relative_to(path)) for file, _ in files_in(path)])
 
     def seal_of(self, step: int) -> Seal | None:
         """Return the seal of a step; None where there is none that can be understood."""
@@ -168,10 +179,10 @@ class StepDir:
         files = {name: (size, digest) for name, (size, digest) in content["xxh3_64"].items()}
         return Seal(files, content.get("step"), content.get("run"), content.get("finite") is True)
 
-    def damage(self, step: int, thorough: bool = True) -> str | None:
+    def damage(self, step: int, thorough: bool = True, compare: Compare | None = None) -> str | None:
         """Return what is wrong with a step, such as `params/_METADATA is missing`; None if nothing is.
 
-        Reads all of it; when not `thorough`, compares only names and sizes of its files.
+        Reads all of it, or lets `compare` do that; when not `thorough`, compares only names and sizes of its files.
         """
         seal = self.seal_of(step)
         if seal is None:
@@ -181,14 +192,18 @@ class StepDir:
         if None not in (seal.run, self.run) and seal.run != self.run:
             return f"it belongs to another run ({seal.run}; this one is {self.run})"
         try:
-            return self._differing(step, seal, thorough) or self.wrong_facts(step)
+            damage = self._wrong_sizes(step, seal)
         except OSError as error:
-            return f"{error.filename} cannot be read ({error.strerror})"
+            return unreadable_file(error)
+        # Names and sizes cost no reading; checksums need all of it.
+        if damage is None and thorough:
+            damage = compare(self, step, seal.files) if compare else differing(self.path(step), seal.files)
+        return damage or self.wrong_facts(step)
 
-    def _differing(self, step: int, seal: Seal, thorough: bool) -> str | None:
-        """Return which file differs from the seal, and how."""
+    def _wrong_sizes(self, step: int, seal: Seal) -> str | None:
+        """Return which file is missing, unknown, or of another size than the seal says."""
         path = self.path(step)
-        sizes = {str(file.relative_to(path)): size for file, size in _files(path)}
+        sizes = {str(file.relative_to(path)): size for file, size in files_in(path)}
         for name, (size, _) in seal.files.items():
             if name not in sizes:
                 return f"{name} is missing"
@@ -199,13 +214,6 @@ class StepDir:
         unknown = sorted(sizes.keys() - seal.files.keys())
         if unknown:
             return f"{unknown[0]} is not among its checksums"
-        # Names and sizes cost no reading; checksums need all of it.
-        if not thorough:
-            return None
-        found = _checksums(path)
-        for name, sums in seal.files.items():
-            if found[name] != sums:
-                return f"{name} differs from its checksum"
         return None
 
     def wrong_facts(self, step: int) -> str | None:
@@ -233,7 +241,7 @@ class StepDir:
 
     def size(self, step: int) -> int:
         """Return the bytes of a step on disk."""
-        return sum(size or 0 for _, size in _files(self.path(step)))
+        return sum(size or 0 for _, size in files_in(self.path(step)))
 
     def files(self, step: int) -> list[Path]:
         """Return the seal of a step, and every file of it that is there."""
@@ -306,7 +314,28 @@ class StepDir:
         return self.folder / "sums" / f"{step}.json"
 
 
-def _files(folder: Path) -> Iterator[tuple[Path, int | None]]:
+Compare = Callable[[StepDir, int, Mapping[str, Checksum]], str | None]
+"""Returns what is wrong with these files of a step, as `differing` does."""
+
+
+def differing(path: Path, files: Mapping[str, Checksum]) -> str | None:
+    """Return which of these files of the step at `path` differs from its checksum, or cannot be read; None if none."""
+    try:
+        found = checksums_in(path, list(files))
+    except OSError as error:
+        return unreadable_file(error)
+    for name, sums in files.items():
+        if found[name] != sums:
+            return f"{name} differs from its checksum"
+    return None
+
+
+def unreadable_file(error: OSError) -> str:
+    """Return the damage that an error of reading shows."""
+    return f"{error.filename} cannot be read ({error.strerror})"
+
+
+def files_in(folder: Path) -> Iterator[tuple[Path, int | None]]:
     """Yield every file under `folder`, and its size: None unless it is a regular file. Raises `OSError`."""
 
     def fail(error: OSError) -> None:
@@ -326,7 +355,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, int | None]]:
                 yield Path(parent, name), None
 
 
-def _checksums(folder: Path) -> dict[str, Checksum]:
-    """Return the checksum of every file under `folder`, by its path there."""
-    paths = sorted(path for path, _ in _files(folder))
-    return dict(zip((str(path.relative_to(folder)) for path in paths), checksums(paths), strict=True))
+def checksums_in(folder: Path, names: Sequence[str]) -> dict[str, Checksum]:
+    """Return the checksums of files by their paths within `folder`. Reads each once; raises `OSError`."""
+    names = sorted(names)
+    return dict(zip(names, checksums([folder / name for name in names]), strict=True))
