@@ -36,6 +36,7 @@ from jaxdist.config.values import (
     MicroBatches,
     Minutes,
     MixtureTable,
+    NonNegativeFloat32,
     NotOneBit,
     PositiveFloat32,
     PositiveSeconds,
@@ -237,7 +238,9 @@ class TrainConfig(Section):
     seed: Seed = 0
     """Seed of the parameters, the data order and dropout."""
     max_skipped: Count = 10
-    """Stop after this many consecutive steps with a loss or gradient that is not finite."""
+    """Stop after this many consecutive steps that are skipped: not finite, or, with spike, a spike."""
+    spike: NonNegativeFloat32 = 0.0
+    """Skip updates whose loss or norm is so many standard deviations above the last 128; 6 is common; 0: none."""
     deterministic: bool = False
     """On GPUs: compute the same bits in each run of the same program, at some cost; CPUs do so anyway."""
 

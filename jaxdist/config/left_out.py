@@ -64,6 +64,15 @@ def first_difference(one: Ranges, other: Ranges) -> int | None:
     return more[0][0] if more else None
 
 
+def without(text: str, before: int, last: int) -> str:
+    """Return how a run whose data.skip is `text` goes on without the batches of the steps after `before` to `last`."""
+    ranges = ranges_of(text)
+    batches = f"{batches_until(ranges, before + 1)}-{batches_until(ranges, last)}"
+    skip = f"{text},{batches}" if text else batches
+    going_back = f"--resume with step {before} or one before it" if before else "start anew"
+    return f"to leave its batches out: {going_back}, and --data.skip {skip}"
+
+
 def _ends(part: str) -> tuple[int, int]:
     first, _, last = part.strip().partition("-")
     return int(first), int(last or first)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdist.config import Config
-from jaxdist.config.left_out import batches_until, ranges_of
+from jaxdist.config.left_out import without
 from jaxdist.training import history
 from jaxdist.training.comparison import number
 
@@ -84,9 +84,10 @@ def _spikes(lines: Sequence[Line], config: Config | None) -> Iterator[str]:
         end = next((later for later in range(place, len(lines)) if lines[later].loss < BACK * usual), len(lines))
         highest = max(lines[place:end], key=lambda one: one.loss)
         over = f"over at step {lines[end].step}" if end < len(lines) else "not over yet"
+        left_out = config.data.skip if config else ""
         found[line.step] = (
             f"the loss spiked at step {line.step}: {highest.loss:.4g} at most, {usual:.4g} before, gradient norm "
-            f"{line.norm:.3g}; {over}; {_without(lines[place - 1].step, line.step, config)}"
+            f"{line.norm:.3g}; {over}; {without(left_out, lines[place - 1].step, line.step)}"
         )
         losses[line.step] = highest.loss
         place = end + 1
@@ -94,15 +95,6 @@ def _spikes(lines: Sequence[Line], config: Config | None) -> Iterator[str]:
     yield from (found[step] for step in listed)
     if len(found) > LISTED:
         yield f"the loss spiked {len(found) - LISTED} more times, less high"
-
-
-def _without(before: int, step: int, config: Config | None) -> str:
-    """Return how to go on without the batches of the steps after `before` up to `step`."""
-    skip = config.data.skip if config else ""
-    ranges = ranges_of(skip)
-    first, last = batches_until(ranges, before + 1), batches_until(ranges, step)
-    batches = f"{skip},{first}-{last}" if skip else f"{first}-{last}"
-    return f"to leave its batches out: --resume with step {before} or one before it, and --data.skip {batches}"
 
 
 def _slow_data(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -124,9 +116,17 @@ def _skipped(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     skipped = number(lines[-1], "skipped") if lines else None
     if skipped and skipped >= SKIPPED * lines[-1]["step"]:
         yield (
-            f"{skipped:.0f} of {lines[-1]['step']} updates were skipped, because a loss or gradient was not finite: "
-            f"lower optimizer.learning_rate, or see whether the data or the precision is the cause"
+            f"{skipped:.0f} of {lines[-1]['step']} updates were skipped, because a loss or gradient was "
+            f"{_why(number(lines[-1], 'spikes') or 0, skipped)}: lower optimizer.learning_rate, or see whether the "
+            f"data or the precision is the cause"
         )
+
+
+def _why(spikes: float, skipped: float) -> str:
+    """Return what was wrong with updates that were skipped, so many of them for a spike."""
+    if not spikes:
+        return "not finite"
+    return "a spike" if spikes == skipped else f"not finite, or a spike ({spikes:.0f})"
 
 
 def _too_high(lines: Sequence[Line], of_steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:

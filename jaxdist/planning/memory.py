@@ -31,6 +31,7 @@ import jax
 import numpy as np
 
 from jaxdist.config import Config
+from jaxdist.config.spikes import WINDOW
 from jaxdist.config.stacks import path_to, stacks_of
 from jaxdist.mesh.split import Split, compute_width
 from jaxdist.models.foreign import Foreign
@@ -205,6 +206,9 @@ def _at_rest(config: Config, parameters: list[Placed], pipe: Pipeline | None = N
     if config.numbers.scales_loss:
         # The scale of the loss, and the good steps since it has changed.
         counters += 2
+    if config.train.spike:
+        # Losses and norms of recent updates, their number, and the spikes.
+        counters += 2 * WINDOW + 2
     found = held(config, parameters, config.parallel.zero, pipelined=pipe is not None)
     scalars = with_replicas(config).scalars if any(map(_crossing, parameters)) else 0
     return replace(found, optimizer=found.optimizer + 4 * counters, in_flight=found.in_flight + scalars)

@@ -156,6 +156,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "train.local_steps": ALWAYS,
     "train.seed": ALWAYS,
     "train.max_skipped": ALWAYS,
+    "train.spike": ALWAYS,
     "train.deterministic": ALWAYS,
     "validation.every": (within("validation.every"),),
     "validation.batches": (more_held_out,),

@@ -6,6 +6,7 @@ devices never wait for the host.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxdist.cluster.runtime import peak_bytes
+from jaxdist.config.left_out import without
 from jaxdist.output.units import size
 from jaxdist.planning.timing import mfu
 from jaxdist.training.forward.balance import CollapseWatch
@@ -57,6 +59,8 @@ class Reporting:
     """Bytes that a device is predicted to hold."""
     further: tuple[str, ...] | None = None
     """The further means that a line has, by name; None: all."""
+    left_out: str = ""
+    """The batches that the run leaves out, as `data.skip` has them."""
     collapse: CollapseWatch | None = None
     """Watches the routers of a model that has some."""
 
@@ -169,16 +173,23 @@ class Meter:
         self._shown = values
         self._unwritten = values
         # The last step before the end of the run is always logged, whatever ends it.
+        spike = _spike(metrics)
         # A larger scale of the loss may be all that is wrong, and is halved until it is not.
-        least = metrics.loss_scale is None or metrics.loss_scale <= LEAST
-        diverged = least and metrics.skipped_in_a_row >= self.reporting.max_skipped
+        halves = not spike and metrics.loss_scale is not None and metrics.loss_scale > LEAST
+        diverged = not halves and metrics.skipped_in_a_row >= self.reporting.max_skipped
         if self._due(one.steps) or diverged:
             self._write(values)
         if metrics.skipped_in_a_row:
             self.log.say(
-                f"step {step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: update skipped "
+                f"step {step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: update skipped{spike} "
                 f"({metrics.skipped_in_a_row} in a row, {metrics.skipped} in all)"
-                + ("" if least else f"; the scale of the loss, {metrics.loss_scale:g}, is halved")
+                + (f"; the scale of the loss, {metrics.loss_scale:g}, is halved" if halves else "")
+            )
+        if diverged and spike:
+            in_a_row = int(metrics.skipped_in_a_row)
+            raise Diverged(
+                f"the updates of steps {step - in_a_row + 1} to {step} were skipped, the last one{spike}; "
+                f"{without(self.reporting.left_out, step - in_a_row, step)}"
             )
         if diverged:
             raise Diverged(f"{metrics.skipped_in_a_row} steps in a row up to step {step} were not finite")
@@ -248,8 +259,20 @@ class Meter:
             "memory_bytes": peak_bytes(self.device),
             "skipped": int(metrics.skipped),
         }
+        if metrics.spikes is not None:
+            values["spikes"] = int(metrics.spikes)
         if metrics.loss_scale is not None:
             values["loss_scale"] = float(metrics.loss_scale)
         further = metrics.further if of.further is None else [name for name in of.further if name in metrics.further]
         # A mean does not hide a figure of the same name.
         return values | {name: float(metrics.further[name]) for name in further if name not in values}
+
+
+def _spike(metrics: Metrics) -> str:
+    """Return why a step is a spike, as the end of a sentence; empty where it is none."""
+    usual = metrics.usual
+    if usual is None or not metrics.skipped_in_a_row:
+        return ""
+    if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
+        return ""
+    return f" as a spike (usual are a loss up to {usual.loss:.4g} and a gradient norm up to {usual.norm:.4g})"

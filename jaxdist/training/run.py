@@ -193,6 +193,7 @@ class Run:
             crossing=self.crossing,
             saves_frozen=not config.model.frozen,
             scales=config.numbers.scales_loss,
+            spike=config.train.spike,
         )
 
     def update_rule(self, roles: Params) -> optax.GradientTransformation:

@@ -130,6 +130,7 @@ def reporting_of(run: Run) -> Reporting:
         peak=peak_flops(run.mesh.local_devices[0].device_kind, config.precision),
         predicted=run.predicted_memory.total,
         further=(*REPORTED, *(FIGURES if config.train.learns_pairs else ())),
+        left_out=config.data.skip,
         collapse=CollapseWatch(config.model),
     )
 

@@ -96,7 +96,11 @@ def test_skipped_updates_are_told():
     assert remarks(lines) == []
     of_steps(lines)[-1]["skipped"] = 40
     (said,) = remarks(lines)
-    assert said.startswith("40 of 4000 updates were skipped")
+    assert said.startswith("40 of 4000 updates were skipped, because a loss or gradient was not finite: ")
+    for spikes, why in ((40, "a spike"), (3, "not finite, or a spike (3)")):
+        of_steps(lines)[-1]["spikes"] = spikes
+        (said,) = remarks(lines)
+        assert f"because a loss or gradient was {why}: " in said
 
 
 def test_a_norm_that_grows_while_the_loss_does_not_fall_is_a_learning_rate_that_is_too_high():

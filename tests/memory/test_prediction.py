@@ -131,6 +131,16 @@ def test_bytes_of_the_state_are_predicted_exactly(model, mesh, precision, zero, 
     assert sum(map(own_bytes, arrays)) == held.arguments - held.batch
 
 
+def test_recent_updates_by_which_spikes_are_known_are_predicted_exactly():
+    plain = config("2x2x1", "float32", 1, False, MODELS["gpt"])
+    run = Run(plain.with_knobs({"train.spike": 6.0}))
+    with jax.set_mesh(run.mesh):
+        arrays = jax.tree.leaves(run.engine.abstract())
+    held = memory.predict(run.sharded)
+    assert sum(map(own_bytes, arrays)) == held.arguments - held.batch
+    assert held.arguments - memory.predict(Run(plain).sharded).arguments == 4 * (128 + 128 + 2)
+
+
 @pytest.mark.parametrize(
     ("model", "mesh", "precision", "zero", "sequence"),
     [*thinned(COMPILED, 8), *exhaustive([row for row in ROWS if row not in COMPILED])],

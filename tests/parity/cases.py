@@ -14,6 +14,7 @@ import optax
 from jaxdist import models
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, RulesConfig
 from jaxdist.config.lora import is_adapter
+from jaxdist.config.spikes import WINDOW
 from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.parallel.crossing.codes import Compression
@@ -50,6 +51,8 @@ class Outcome:
     frozen: dict = field(default_factory=dict)
     scales: list[tuple[float, int, int]] = field(default_factory=list)
     """After each step: the scale of the loss, the good steps since it has changed, and the skipped steps."""
+    spikes: list[tuple[int, int, int]] = field(default_factory=list)
+    """After each step: the skipped steps, the spikes among them, and the updates that were made."""
 
     @property
     def change(self):
@@ -120,11 +123,13 @@ def train(
     rules: RulesConfig | None = None,
     batches: Callable[[int], dict[str, np.ndarray]] | None = None,
     scales: tuple[float, ...] = (),
+    usual: tuple[tuple[float, float], ...] = (),
 ) -> Outcome:
     """`accumulation` micro-batches of `count` rows; those of the `pipeline`, if the mesh has stages. Documents of a row
     are `apart`, where `documents` of a step's number, B and S says, or joined. `batches` gives other rows, by a step's
     number. What is written otherwise for a `platform` runs here too. `scales` of the loss are those that the first
-    steps begin with, in place of their own."""
+    steps begin with, in place of their own. `usual` are the loss and the norm of all updates before the first steps, of
+    a run that skips spikes."""
     shape = parse_mesh(mesh)
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
     pipeline = pipeline or PipelineConfig()
@@ -144,6 +149,7 @@ def train(
     forward.reported = lambda aux, batch: {"blocks": aux} if aux else {}
     crossing = Compressed(compression, shape["replica"]) if compression else None
     step = Step(forward, optimizer, max_norm=max_norm, keep=keep, crossing=crossing, scales=bool(scales))
+    step.spike = 6.0 if usual else 0.0
     initial = weights(model.model_copy(update={"remat": "none"}))
     with jax.set_mesh(devices):
         dtypes = jax.tree.map(lambda a: param_dtype if a.dtype == jnp.float32 else a.dtype, initial)
@@ -152,6 +158,7 @@ def train(
         take = jax.jit(step.train)
         states, losses, norms, reported = [start], [], [], []
         scaled: list[tuple[float, int, int]] = []
+        spikes: list[tuple[int, int, int]] = []
         for number in range(steps):
             if batches:
                 arrays = batches(number)
@@ -164,6 +171,10 @@ def train(
             if number < len(scales):
                 scale = jax.device_put(np.float32(scales[number]), replicated(devices))
                 state = state._replace(loss_scale=state.loss_scale._replace(scale=scale))
+            if number < len(usual):
+                rings = [jax.device_put(np.full(WINDOW, of, np.float32), replicated(devices)) for of in usual[number]]
+                made = jax.device_put(np.int32(WINDOW + number), replicated(devices))
+                state = state._replace(recent=state.recent._replace(losses=rings[0], norms=rings[1], made=made))
             state, metrics = take(state, batch)
             states.append(state)
             losses.append(float(metrics.loss))
@@ -172,10 +183,12 @@ def train(
             if scales:
                 now = state.loss_scale
                 scaled.append((float(now.scale), int(now.good), int(state.skipped)))
+            if usual:
+                spikes.append((int(state.skipped), int(state.recent.spikes), int(state.recent.made)))
         # As a checkpoint holds all that is compared: one program.
         found = start.params, states[1].optimizer[0], state.params, state.frozen, reported[0]
         before, gradient, after, frozen, sums = jax.device_get(jax.jit(step.unfolded)(found))
-        return Outcome(losses, norms, gradient, before, after, sums.get("blocks", {}), frozen, scaled)
+        return Outcome(losses, norms, gradient, before, after, sums.get("blocks", {}), frozen, scaled, spikes)
 
 
 @cache

@@ -89,7 +89,8 @@ def test_a_run_may_go_on_with_another_split():
 
 FREE = """
 mesh run_dir resume data.path data.validation_path data.changed data.on_error data.dtype data.prefetch data.skip
-model.remat model.attention model.capacity_factor train.accumulation train.deterministic parallel.* pipeline.*
+model.remat model.attention model.capacity_factor train.accumulation train.deterministic train.spike
+parallel.* pipeline.*
 validation.* checkpoint.* log.* sample.* profile.* cluster.* fault.*
 """
 """Knobs that may differ when a run of text goes on, written out here so that none becomes free by mistake."""
@@ -308,7 +309,7 @@ validation.batches checkpoint.every checkpoint.keep_every cluster.processes trai
 AT_LEAST_0 = """
 model.lora_alpha model.balance_rate model.balance_loss model.z_loss model.attention_cap model.logit_cap
 model.sliding_theta model.attention_multiplier
-optimizer.final optimizer.weight_decay optimizer.clip
+optimizer.final optimizer.weight_decay optimizer.clip train.spike
 """
 BELOW_1 = "model.dropout model.lora_dropout optimizer.beta1 optimizer.beta2 optimizer.outer_momentum"
 LARGEST = 2**31 - 1

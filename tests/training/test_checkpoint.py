@@ -20,6 +20,7 @@ from jaxdist.training.checkpoint.manager import Checkpoints, trees_of
 from jaxdist.training.checkpoint.orbax_writer import SaveFailed
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.forward.loss_scale import LossScale
+from jaxdist.training.forward.spikes import Recent
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run_dir import RunFolder
 from tests.training.conftest import facts
@@ -94,8 +95,12 @@ def test_a_step_has_the_items_that_it_always_had():
     assert list(trees["training"]) == ["step", "optimizer", "skipped", "skipped_in_a_row"]
 
 
-def test_the_scale_of_the_loss_is_saved_and_a_run_without_one_reads_such_a_step(tmp_path):
-    scaled = state(5)._replace(loss_scale=LossScale(jnp.float32(2.0**12), jnp.int32(7)))
+def test_the_scale_of_the_loss_and_recent_updates_are_saved_and_a_run_without_them_reads_such_a_step(tmp_path):
+    ring = jnp.arange(128, dtype=jnp.float32)
+    scaled = state(5)._replace(
+        loss_scale=LossScale(jnp.float32(2.0**12), jnp.int32(7)),
+        recent=Recent(ring, 2 * ring, jnp.int32(130), jnp.int32(3)),
+    )
     plain = state(6)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(5, scaled, facts(5))
@@ -104,8 +109,8 @@ def test_the_scale_of_the_loss_is_saved_and_a_run_without_one_reads_such_a_step(
         same(checkpoints.restore(abstract(scaled), checkpoints.find("5")), scaled)
         for of, step in ((plain, "5"), (scaled, "6")):
             restored = checkpoints.restore(abstract(of), checkpoints.find(step))
-            assert (restored.loss_scale is None) == (step == "6")
-            same(restored._replace(loss_scale=None), state(int(step)))
+            assert (restored.loss_scale is None) == (restored.recent is None) == (step == "6")
+            same(restored._replace(loss_scale=None, recent=None), state(int(step)))
 
 
 DAMAGES = {"flipped": flip, "truncated": truncate, "removed": Path.unlink}

@@ -17,6 +17,7 @@ from jaxdist.config import Config, OptimizerConfig
 from jaxdist.training import meter, train_run
 from jaxdist.training.console import Screen
 from jaxdist.training.forward.optimizer import RateTable, schedule
+from jaxdist.training.forward.spikes import Usual
 from jaxdist.training.forward.step import Metrics
 from jaxdist.training.metrics import Log
 from jaxdist.training.run import Run
@@ -182,6 +183,41 @@ def test_steps_that_halve_the_scale_of_the_loss_end_no_run_before_it_is_at_its_l
     said = [one for one in told if "the scale of the loss" in one]
     assert [one.partition(":")[0] for one in said] == ["step 1", "step 2", "step 3"]
     assert said[0].endswith("; the scale of the loss, 8, is halved")
+
+
+def test_spikes_are_told_with_what_is_usual_and_too_many_in_a_row_end_the_run(monkeypatch):
+    """Its last sentence says how to leave their batches out, beside those that are left out already."""
+    told = []
+    played, _ = on_devices(monkeypatch, told, every=1)
+    reporting = replace(played.meter.reporting, max_skipped=2, left_out="11-20")
+    monkeypatch.setattr(played.meter, "reporting", reporting)
+    usual = Usual(np.float32(2.5), np.float32(0.5))
+
+    def take(step: int, spikes: int, in_a_row: int, loss: float) -> None:
+        counts = (np.int32(1), np.int32(spikes), np.int32(in_a_row))
+        metrics = Metrics(
+            OnDevice(loss, str(step), []), np.float32(0.25), *counts, {}, np.float32(8.0), usual, np.int32(spikes)
+        )
+        played.now += 1.0
+        played.meter.step(step, metrics)
+        played.meter.catch_up()
+
+    for step, (spikes, in_a_row, loss) in enumerate([(1, 1, 9.0), (1, 0, 2.0), (2, 1, 9.0), (3, 2, 9.5)], start=31):
+        take(step, spikes, in_a_row, loss)
+    end = (
+        r"the updates of steps 33 to 34 were skipped, the last one as a spike \(usual are a loss up to 2.5 and a "
+        r"gradient norm up to 0.5\); to leave its batches out: --resume with step 32 or one before it, and --data.skip "
+        r"11-20,43-44$"
+    )
+    with pytest.raises(meter.Diverged, match=end):
+        take(35, 4, 3, 9.0)
+    assert [(line["step"], line["skipped"], line["spikes"]) for line in played.lines] == [
+        *((31, 1, 1), (32, 1, 1), (33, 2, 2), (34, 3, 3))
+    ]
+    assert [one for one in told if "update skipped" in one][1] == (
+        "step 33: loss 9.0, gradient norm 0.25: update skipped as a spike (usual are a loss up to 2.5 and a gradient "
+        "norm up to 0.5) (1 in a row, 2 in all)"
+    )
 
 
 def test_a_run_that_ends_at_a_step_between_lines_has_its_line(monkeypatch):

@@ -1,11 +1,11 @@
-"""Check the length of the run, the batches that it leaves out, the schedule, and the steps to profile."""
+"""Check the length of the run, the batches that it leaves out, spikes, the schedule, and the steps to profile."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from jaxdist.config import Config
+from jaxdist.config import Config, spikes
 from jaxdist.config.left_out import batches_until, problem_of, ranges_of
 from jaxdist.request.checks.registry import check
 from jaxdist.request.knobs import shown
@@ -70,6 +70,9 @@ def _left_out_in_time(config: Config) -> Iterator[str]:
             f"data.skip {text} has batch {ranges[-1][0]}, but the last batch of train.steps {steps} is {last}; leave "
             "it out, or train longer"
         )
+
+
+check(*spikes.KNOBS)(spikes.refused)
 
 
 @check("sample.every", "sample.prompts", "model.family")

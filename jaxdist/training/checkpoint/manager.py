@@ -30,7 +30,8 @@ from jaxdist.training.checkpoint.shared_reading import SharedReading
 from jaxdist.training.checkpoint.step_dir import STEP, UNSEALED, StepDir
 from jaxdist.training.checkpoint.stored_arrays import StoredArray, open_arrays
 from jaxdist.training.copies import check_weights
-from jaxdist.training.forward.loss_scale import LossScale
+from jaxdist.training.forward.loss_scale import first
+from jaxdist.training.forward.spikes import none_yet
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run_facts import note_saved, run_id
 
@@ -38,8 +39,8 @@ LATEST = "latest"
 BEST = "best"
 ASIDE = "aside"
 
-LOSS_SCALE = "loss_scale"
-"""The name of the scale of the loss there."""
+LOSS_SCALE, RECENT = "loss_scale", "recent"
+"""The names there of what only runs with a scaled loss, or without spikes, have."""
 
 FROZEN = "frozen."
 """Begins the names of frozen parameters among what a step holds for training."""
@@ -222,7 +223,7 @@ class Checkpoints:
         found = found or self.find()
         self._check_trained(found, abstract)
         self._check_optimizer(found, abstract)
-        abstract = _with_scale_of(abstract, found.store.shapes(found.step, "training"))
+        abstract = _with_what_is_saved(abstract, found.store.shapes(found.step, "training"))
         wanted = trees_of(_of_replicas(abstract, self.replicas_of(found)))
         residual = wanted.pop(RESIDUAL, None)
         rounded_by = self.rounded_by(found)
@@ -401,13 +402,21 @@ def _of_replicas(abstract: TrainState, saved: int) -> TrainState:
     return abstract._replace(optimizer=optimizer, skipped=skipped, skipped_in_a_row=in_a_row)
 
 
-def _with_scale_of(abstract: TrainState, saved: Mapping[str, Any]) -> TrainState:
-    """Return `abstract` with a scale of the loss where a step has `saved` one: `Step.resume` makes or drops it."""
-    if not any(name.startswith(LOSS_SCALE) for name in saved):
-        return abstract._replace(loss_scale=None)
+def _with_what_is_saved(abstract: TrainState, saved: Mapping[str, Any]) -> TrainState:
+    """Return `abstract` with the scale of the loss, and the recent updates, that a step has `saved`, and no others.
+
+    `Step.resume` makes, or drops, the rest.
+    """
     scalar = abstract.step
-    scale: Any = jax.ShapeDtypeStruct(scalar.shape, jnp.float32, sharding=scalar.sharding)
-    return abstract._replace(loss_scale=LossScale(scale, scalar))
+
+    def like(state: Any) -> Any:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=scalar.sharding), state)
+
+    parts = {name.partition(".")[0] for name in saved}
+    return abstract._replace(
+        loss_scale=like(jax.eval_shape(first)) if LOSS_SCALE in parts else None,
+        recent=like(jax.eval_shape(none_yet)) if RECENT in parts else None,
+    )
 
 
 def residual_of(replicas: int, mine: Params | None, params: Params) -> Params:
@@ -431,8 +440,9 @@ def trees_of(state: TrainState) -> dict[str, Any]:
     # Not even as an empty dict: Orbax would not read the steps of runs that did not know of it.
     if not training["frozen"]:
         del training["frozen"]
-    if training[LOSS_SCALE] is None:
-        del training[LOSS_SCALE]
+    for name in (LOSS_SCALE, RECENT):
+        if training[name] is None:
+            del training[name]
     variables = training.pop("variables")
     trees = {"params": training.pop("params"), **(training.pop("crossing") or {}), "training": training}
     if variables:

@@ -31,6 +31,7 @@ from jaxdist.sharding import OfRows, Tree, Weighted, scale_partial
 from jaxdist.training.forward.loss_scale import LossScale, first
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.optimizer import clip
+from jaxdist.training.forward.spikes import Recent, Usual, none_yet
 
 Batch = Tree
 """A tree of arrays [k, B, ...]: k micro-batches of B rows."""
@@ -85,6 +86,8 @@ class TrainState(NamedTuple):
     """The parameters that are not trained, which `params` does not hold."""
     loss_scale: LossScale | None = None
     """The scale of the loss in the next step, where it is scaled."""
+    recent: Recent | None = None
+    """What says whether the next step is a spike, where spikes are skipped."""
 
 
 class Metrics(NamedTuple):
@@ -100,6 +103,10 @@ class Metrics(NamedTuple):
     """Means that the model's loss function returns beside the loss."""
     loss_scale: Float[Array, ""] | None = None
     """The scale of the loss in this step, where it is scaled."""
+    usual: Usual | None = None
+    """What was no spike in this step, where spikes are skipped."""
+    spikes: Int[Array, ""] | None = None
+    """Updates so far that were skipped because they were spikes."""
 
 
 class Gradients(NamedTuple):
@@ -205,6 +212,7 @@ class Step:
         saves_frozen: bool = True,
         takes_loss: bool = False,
         scales: bool = False,
+        spike: float = 0.0,
     ):
         """Join a model's forward pass with its optimizer; gradients are clipped to the global norm `max_norm` (0: not).
 
@@ -212,11 +220,13 @@ class Step:
         optimizer state, and such masters, rest in the host's memory. `crossing` is how gradients cross
         the replicas; None for exact sums. `saves_frozen`: a checkpoint holds the frozen parameters too, which otherwise
         come from where they came from. `takes_loss`: the optimizer's update has an argument `value`, the loss.
-        `scales`: the backward pass scales the loss, as float16 needs it.
+        `scales`: the backward pass scales the loss, as float16 needs it. `spike` is by how many standard deviations a
+        loss or gradient norm is a spike, whose update is skipped (0: none is).
         """
         self.forward = forward
         self.takes_loss = takes_loss
         self.scales = scales
+        self.spike = spike
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.keep = keep
@@ -259,6 +269,7 @@ class Step:
             variables=variables or {},
             crossing=self.crossing.start(self.differentiated, learning),
             loss_scale=first() if self.scales else None,
+            recent=none_yet() if self.spike else None,
         )
 
     def at_rest(self, state: TrainState) -> TrainState:
@@ -319,6 +330,7 @@ class Step:
             optimizer=self.folded(state.optimizer),
             frozen=self.folded(state.frozen),
             loss_scale=(state.loss_scale or first()) if self.scales else None,
+            recent=(state.recent or none_yet()) if self.spike else None,
         )
 
         def resumed(saved: dict[str, Tree], params: Params) -> Tree:
@@ -328,7 +340,7 @@ class Step:
         return self.at_rest(state._replace(**jax.jit(self.derived)(state)))
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Take one optimizer step. A loss or gradient that is not finite changes nothing except the counts."""
+        """Take one optimizer step. One that is not finite, or is a spike, changes nothing except the counts."""
         state, metrics = self.step_on_device(to_device(state), batch)
         return self.at_rest(state), metrics
 
@@ -368,13 +380,23 @@ class Step:
         self, state: TrainState, crossed: TrainState, gradients: Gradients, extra: dict[str, Any]
     ) -> tuple[TrainState, Metrics]:
         """Return `state` after a step; `crossed` is the same state after its gradients have crossed the replicas."""
+        loss = gradients.loss
         updated, norm = self.updated(crossed, gradients.grads, gradients.sums, extra)
-        finite = jnp.isfinite(gradients.loss) & jnp.isfinite(norm)
-        scale = state.loss_scale.scale if state.loss_scale else None
-        state = self.settled(state, updated._replace(variables=gradients.variables), finite)
-        skipped = state.skipped, state.skipped_in_a_row
-        metrics = Metrics(gradients.loss, norm, gradients.count, *skipped, gradients.further, scale)
-        return state._replace(step=state.step + 1), metrics
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        scale, recent = state.loss_scale, state.recent
+        usual = recent.usual(self.spike) if recent else None
+        made = finite & usual.has(loss, norm) if usual else finite
+        state = self.settled(state, updated._replace(variables=gradients.variables), made)
+        # A spike says nothing about the scale of the loss.
+        state = state._replace(
+            step=state.step + 1,
+            loss_scale=scale.after(finite) if scale else None,
+            recent=recent.after(loss, norm, finite, made) if recent else None,
+        )
+        counts = gradients.count, state.skipped, state.skipped_in_a_row
+        scaled = scale.scale if scale else None
+        spikes = state.recent.spikes if state.recent else None
+        return state, Metrics(loss, norm, *counts, gradients.further, scaled, usual, spikes)
 
     def weights_of(self, state: TrainState) -> Params:
         """Return the weights that a step from this state computes with."""
@@ -397,21 +419,20 @@ class Step:
         params = joined(state.params, cast(Params, optax.apply_updates(learning, updates)))
         return state._replace(params=self.forward.steered(params, aux), optimizer=optimizer), norm
 
-    def settled(self, state: TrainState, updated: TrainState, finite: Bool[Array, ""]) -> TrainState:
-        """Return `updated` where that step was `finite`; otherwise `state`, with one more skipped step."""
-        # A step that is not finite is skipped on the devices: no step waits for the host to look at it.
+    def settled(self, state: TrainState, updated: TrainState, made: Bool[Array, ""]) -> TrainState:
+        """Return `updated` where that update is `made`; otherwise `state`, with one more skipped step."""
+        # An update is skipped on the devices: no step waits for the host to look at it.
         new = (updated.params, updated.optimizer, updated.variables, updated.crossing)
         old = (state.params, state.optimizer, state.variables, state.crossing)
-        params, optimizer, variables, crossing = _choose(finite, new, old)
+        params, optimizer, variables, crossing = _choose(made, new, old)
         return state._replace(
             params=params,
             optimizer=optimizer,
-            skipped=state.skipped + ~finite,
-            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+            skipped=state.skipped + ~made,
+            skipped_in_a_row=jnp.where(made, 0, state.skipped_in_a_row + 1),
             weights=self.forward.weights(params) if self.keep else None,
             variables=variables,
             crossing=crossing,
-            loss_scale=state.loss_scale.after(finite) if state.loss_scale else None,
         )
 
     def gradients(
