@@ -344,6 +344,8 @@ class FaultConfig(Section):
     """End the job if a step takes longer, or start-up 10 times as long; 0: 10 usual steps, at least 5 minutes."""
     heartbeat_seconds: WholeSeconds = 30
     """Seconds without a heartbeat after which a process counts as lost, and the job ends."""
+    compare: CountOrZero = 0
+    """Steps between comparisons of what devices hold copies of, made at each save too (corrupted data); 0: none."""
     start_seconds: WholeSeconds = 300
     """Seconds that the processes wait for each other at start-up (rendezvous)."""
 

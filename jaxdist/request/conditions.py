@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from jaxdist.config import Config
 from jaxdist.config.stacks import stacks_of
-from jaxdist.mesh import MODEL, PIPELINE, REPLICA, SEQUENCE_AXES
+from jaxdist.mesh import AXES, MODEL, PIPELINE, REPLICA, SEQUENCE_AXES
 from jaxdist.request.knobs import KNOBS, value_of
 
 
@@ -329,6 +329,12 @@ def more_held_out(config: Config, known: Known) -> str:
     if 0 < there < config.validation.batches:
         return f"the held-out part, which is {there} batch{'es' if there > 1 else ''} in all,"
     return ""
+
+
+@needs("mesh", late=True)
+def several_devices(config: Config, known: Known) -> str:
+    """Need more than one device, which may hold copies of the same array."""
+    return f"mesh {config.mesh}, which has one device," if all(map(known.alone, AXES)) else ""
 
 
 @needs(late=True)

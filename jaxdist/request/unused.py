@@ -41,6 +41,7 @@ from jaxdist.request.conditions import (
     saves_more,
     second_moment,
     sequence_axis,
+    several_devices,
     several_processes,
     sharded,
     sharded_gradients,
@@ -179,6 +180,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "fault.hang_seconds": ALWAYS,
     # Of one process too: how long another run must be silent until its folder may be taken.
     "fault.heartbeat_seconds": ALWAYS,
+    "fault.compare": (several_devices,),
     "fault.start_seconds": (several_processes,),
 }
 """Every knob, and the conditions that must all hold for it to have an effect."""

@@ -31,7 +31,7 @@ MOST_UNREAD = 100
 
 
 class Diverged(RuntimeError):
-    """The run cannot go on: too many steps in a row, or the state that is to be saved, are not finite."""
+    """The run cannot go on: too many steps in a row were skipped, or its state is not finite, or differs by device."""
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,13 @@ class SavePolicy:
         baseline: Baseline | None = None,
         log_every: int = 1,
         ends_epoch: Callable[[int], bool] = lambda step: False,
+        check: Callable[[int, TrainState], None] = lambda step, state: None,
     ):
         """Take the number of steps of the run, and of those between lines of its log.
 
         `facts(step)` are what its checkpoints hold beside what those of every run do; `ends_epoch(step)` says whether
-        the last row of an epoch is in that step's batch.
+        the last row of an epoch is in that step's batch. `check(step, state)` raises `Diverged` for a state that must
+        not be saved.
         """
         self.engine = engine
         self.checkpoints = checkpoints
@@ -52,6 +54,7 @@ class SavePolicy:
         self.last = time.monotonic()
         """When the last checkpoint was saved."""
         self._ended = False
+        self.check = check
         self._facts = facts
         self._log_every = log_every
         self._ends_epoch = ends_epoch
@@ -99,11 +102,12 @@ class SavePolicy:
             self.checkpoints.save_best(step, finite, self.facts(step))
 
     def _finite(self, step: int, state: TrainState) -> TrainState:
-        """Return `state` as a checkpoint holds it, checked to be finite.
+        """Return `state` as a checkpoint holds it, checked to be finite, and otherwise as the run asks.
 
         The steps themselves check only losses and gradients: an update, or a moment of the optimizer, may overflow
         though these are finite.
         """
+        self.check(step, state)
         logical = self.engine.step.logical(state)
         name = first_not_finite(logical)
         if name:

@@ -9,6 +9,7 @@ from jaxdist.config.left_out import batches_until, ranges_of
 from jaxdist.mesh import REPLICA
 from jaxdist.models import Params
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
+from jaxdist.training.device_copies import DeviceCopies
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run import Run
 from jaxdist.training.save_policy import SavePolicy
@@ -21,6 +22,7 @@ def save_policy_of(run: Run, checkpoints: Checkpoints, base: Base | NoBase) -> S
     task = run.task
     train = run.config.train
     left_out = ranges_of(run.config.data.skip)
+    compares = {"check": DeviceCopies(run.mesh).check} if run.config.fault.compare else {}
 
     def facts(step: int) -> dict[str, Any]:
         return {
@@ -45,6 +47,7 @@ def save_policy_of(run: Run, checkpoints: Checkpoints, base: Base | NoBase) -> S
         baseline={"nats": task.baseline(), "name": task.baseline_name, "unit": task.loss_unit},
         log_every=run.config.log.every,
         ends_epoch=ends_epoch,
+        **compares,
     )
 
 

@@ -305,6 +305,7 @@ model.kv_heads model.head_dim model.mlp model.expert_mlp model.shared_experts mo
 model.dense_layers model.kv_latent model.q_latent model.rope_dim model.value_dim
 model.lora_rank pipeline.virtual_stages optimizer.warmup train.steps validation.every sample.every
 validation.batches checkpoint.every checkpoint.keep_every cluster.processes train.local_steps
+fault.compare
 """
 AT_LEAST_0 = """
 model.lora_alpha model.balance_rate model.balance_loss model.z_loss model.attention_cap model.logit_cap
