@@ -13,6 +13,8 @@ class Group:
     def __init__(self, monkeypatch, processes: int = 2):
         self.processes = processes
         self.values, self.changed, self.here = {}, threading.Condition(), threading.local()
+        self.may_fail = False
+        """Whether several may post under the same name, of whom the first succeeds."""
         self.posts, self.reads = Counter(), Counter()
         monkeypatch.setattr(kv_store, "processes", lambda: processes)
         monkeypatch.setattr(kv_store, "process", lambda: self.here.number)
@@ -23,7 +25,9 @@ class Group:
 
     def post(self, name, text):
         with self.changed:
-            assert name not in self.values
+            if name in self.values:
+                assert self.may_fail, name
+                return False
             assert len(text) <= consensus.LONGEST_VALUE
             self.values[name] = text
             self.posts[self.here.number] += 1

@@ -193,6 +193,7 @@ READ_AS_JSON = {
     "cluster.faults": "a variable of the environment",
     "cluster.kv_store": "what processes tell each other",
     "cluster.consensus": "what processes tell each other",
+    "cluster.watchdog": "what processes tell each other",
     "training.checkpoint.shared_reading": "what processes tell each other",
     "doctor.network": "what processes tell each other",
     "doctor.sites": "what processes tell each other",

@@ -5,11 +5,12 @@ heartbeats/PROCESS.json   replaced every few seconds; the file's own time, from 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import heapq
 import json
 import os
 import re
-import statistics
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -125,7 +126,7 @@ class Heartbeat:
     @property
     def every(self) -> float:
         """Seconds between two heartbeats of this process."""
-        return max(LEAST_INTERVAL, INTERVAL_PER_PROCESS * self.processes)
+        return every(self.processes)
 
     def step_at(self, now: float) -> int | None:
         """Return the step that the process has reached by `now` at its usual pace; None if unknown or if it stands.
@@ -192,10 +193,16 @@ class HeartbeatWriter:
                 path.unlink()
 
 
-def read(folder: Path) -> list[Heartbeat]:
-    """Return the heartbeats in `folder`, ordered by process."""
+def every(processes: int) -> float:
+    """Return the seconds between two heartbeats of each of so many processes."""
+    return max(LEAST_INTERVAL, INTERVAL_PER_PROCESS * processes)
+
+
+def read(folder: Path, only: int | None = None) -> list[Heartbeat]:
+    """Return the heartbeats in `folder`, ordered by process; reads a file for each, or for process `only` alone."""
+    paths = folder.glob("*.json") if only is None else [folder / f"{only}.json"]
     beats = []
-    for path in folder.glob("*.json"):
+    for path in paths:
         # A file may just be replaced, or be no heartbeat.
         with contextlib.suppress(OSError, ValueError), open_no_follow(path, "r") as file:
             beat = _PARSER.validate_json(file.read(LONGEST))
@@ -239,32 +246,46 @@ def _have_stalled(alive: Sequence[Heartbeat], now: float) -> bool:
 
 def stragglers(beats: Sequence[Heartbeat], now: float) -> dict[int, str]:
     """Return the processes that make progress, but slower than the others or behind them, each with the evidence."""
-    running = [beat for beat in beats if beat.ended is None and not beat.silent(now)]
+    timed = [beat for beat in beats if beat.ended is None and not beat.silent(now) and beat.step_seconds]
+    if len(timed) < 2:
+        return {}
+    # Sorted once for all: there may be thousands.
+    steps = sorted(beat.step_seconds or 0.0 for beat in timed)
+    waits = sorted(beat.data_seconds or 0.0 for beat in timed)
+    first, second = heapq.nlargest(2, timed, key=lambda beat: beat.step)
     found = {}
-    for beat in running:
-        others = [other for other in running if other is not beat and other.step_seconds]
-        if not others or not beat.step_seconds:
-            continue
-        evidence = _compare(beat, others)
+    for beat in timed:
+        ahead = second if beat is first else first
+        evidence = _compare(beat, steps, waits, ahead)
         if evidence:
             found[beat.process] = evidence
     return found
 
 
-def _compare(beat: Heartbeat, others: Sequence[Heartbeat]) -> str:
-    """Return in which way a process is slower than the others or behind them; empty if it is neither."""
+def _compare(beat: Heartbeat, steps: Sequence[float], waits: Sequence[float], ahead: Heartbeat) -> str:
+    """Return in which way a process is slower than the others or behind them; empty if it is neither.
+
+    `steps` and `waits` are the times of all, in order, and `ahead` is the furthest of the others.
+    """
     # `stragglers` compares only processes that have timed a step.
     own = beat.step_seconds or 0.0
-    usual = statistics.median(other.step_seconds or 0.0 for other in others)
+    usual = _median_of_others(steps, own)
     if own > SLOW_STEP * usual:
         return f"a step takes {duration(own)}, those of the others {duration(usual)}"
     waited = beat.data_seconds or 0.0
-    waits = statistics.median(other.data_seconds or 0.0 for other in others)
-    if waited - waits > LATE_DATA * own:
-        return f"waits {duration(waited)} of each step for data, the others {duration(waits)}"
-    ahead = max(others, key=lambda other: other.step)
+    wait = _median_of_others(waits, waited)
+    if waited - wait > LATE_DATA * own:
+        return f"waits {duration(waited)} of each step for data, the others {duration(wait)}"
     between = abs(ahead.time - beat.time)
     # Steps may have been taken between the two heartbeats.
     if ahead.step - beat.step > 2 + 2 * between / usual:
         return f"at step {beat.step}, {ahead.name} at step {ahead.step}, reported {duration(between)} apart"
     return ""
+
+
+def _median_of_others(ordered: Sequence[float], own: float) -> float:
+    """Return the median of `ordered` numbers without `own`, which is among them."""
+    place = bisect.bisect_left(ordered, own)
+    count = len(ordered) - 1
+    low, high = (middle + (middle >= place) for middle in ((count - 1) // 2, count // 2))
+    return (ordered[low] + ordered[high]) / 2

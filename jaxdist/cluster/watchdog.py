@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import statistics
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.cluster import faults, heartbeat
+from jaxdist.cluster import faults, heartbeat, kv_store
 from jaxdist.cluster.heartbeat import (
     AWAITING,
     COMPILING,
@@ -166,18 +167,18 @@ class Watchdog:
         if not self.env.alone:
             # Before the announcement, which ends the others.
             if self._heartbeat:
-                stragglers = self._in_time(self._find_stragglers)
+                stragglers = self._in_time(self._ask_for_stragglers)
             faults.announce(self.env, faults.HANG, FAILED)
         faults.say(self.env, *faults.stacks(), *stragglers, summary)
         faults.leave(self.env, FAILED)
 
     def _report_lost(self) -> None:
         """Report each process whose heartbeats are missing, once, while this process waits."""
-        # Two processes look, so that process 0 is looked for too. No more do: each look reads a file per process.
+        # Process 0 looks for all others, a file for each; process 1 for process 0.
         if not self._heartbeat or self.env.alone or self.env.process > 1:
             return
         now = time.monotonic()
-        if min(now - self._phase_began, now - self._last_look) < heartbeat.LEAST_INTERVAL:
+        if min(now - self._phase_began, now - self._last_look) < heartbeat.every(self.env.processes):
             return
         if self._reporter is not None and self._reporter.is_alive():
             return
@@ -189,7 +190,8 @@ class Watchdog:
     def _look_for_lost(self) -> None:
         """Report each process whose heartbeats are missing and that was not reported yet."""
         assert self._heartbeat is not None
-        for beat in heartbeat.read(self._heartbeat.folder):
+        only = None if self.env.process == 0 else 0
+        for beat in heartbeat.read(self._heartbeat.folder, only):
             age = time.time() - beat.time
             if beat.process in self._reported or beat.ended is not None or age <= MISSED * beat.every:
                 continue
@@ -200,8 +202,22 @@ class Watchdog:
                 f"when the job ends, {self.goes_on()}",
             )
 
+    def _ask_for_stragglers(self) -> list[str]:
+        """Return the sentences of `_find_stragglers`, for which one process reads the heartbeats, and tells the others.
+
+        It is the first one that asks; where process 0 does not answer, process 1.
+        """
+        if kv_store.post("stragglers/sought by", str(self.env.process)):
+            found = self._find_stragglers()
+            kv_store.post("stragglers", json.dumps(found))
+            return found
+        try:
+            return json.loads(kv_store.read("stragglers", 2 * faults.NOTICE_SECONDS))
+        except TimeoutError:
+            return self._find_stragglers() if self.env.process == 1 else []
+
     def _find_stragglers(self) -> list[str]:
-        """Return a sentence for each process that the others wait for, from the heartbeats."""
+        """Return a sentence for each process that the others wait for, from the heartbeats of all."""
         assert self._heartbeat is not None
         beats = heartbeat.read(self._heartbeat.folder)
         names = {beat.process: beat.name for beat in beats}
@@ -217,7 +233,7 @@ class Watchdog:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        thread.join(4 * faults.NOTICE_SECONDS)
+        thread.join(8 * faults.NOTICE_SECONDS)
         return list(found)
 
     def _make_heartbeat(self) -> Heartbeat:

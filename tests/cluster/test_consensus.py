@@ -31,6 +31,14 @@ def test_each_process_waits_for_the_others_as_long(here, store, monkeypatch):
         assert come or seconds <= took < 1.8 * seconds
 
 
+def test_of_many_processes_each_sends_and_reads_one_word_to_know_that_all_have_come(monkeypatch):
+    group = Group(monkeypatch, 64)
+    assert group.run(lambda: consensus.all_come(30)) == [True] * 64
+    assert set(group.posts.values()) == {1}
+    assert {group.reads[process] for process in range(1, 64)} == {1}
+    assert group.reads[0] == 63
+
+
 def test_answers_that_all_have_read_are_forgotten(store, monkeypatch):
     """Processes number their questions alike, and one is slow to read its answers."""
     read = kv_store.read

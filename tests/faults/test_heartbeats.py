@@ -1,15 +1,18 @@
 """Heartbeats: who is slow, behind or silent is named, also by the watchdog; a run that has ended says so."""
 
+import json
 import os
+import random
 import re
 import signal
+import statistics
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 
-from jaxdist.cluster import faults, heartbeat, watchdog
+from jaxdist.cluster import faults, heartbeat, kv_store, watchdog
 from jaxdist.cluster.heartbeat import (
     COMPILING,
     STEPPING,
@@ -25,6 +28,7 @@ from jaxdist.doctor import watching
 from jaxdist.doctor.__main__ import main as doctor
 from jaxdist.output.units import duration
 from tests.faults.jobs import ends, job, told, train, until
+from tests.group import Group
 
 NOW = 1_000_000.0
 
@@ -141,6 +145,79 @@ def test_who_is_slow_or_behind(facts, sentence):
     assert stragglers(three(**facts, ended=0), NOW) == {}
 
 
+def test_medians_of_the_others_are_those_of_each_alone():
+    """They come from one sorted list of all, also where several are equal."""
+    rng = random.Random(0)
+    for count in range(2, 9):
+        numbers = sorted(rng.choice((0.0, 1.0, 2.5, 4.0)) for _ in range(count))
+        for own in numbers:
+            others = list(numbers)
+            others.remove(own)
+            assert heartbeat._median_of_others(numbers, own) == statistics.median(others)
+
+
+MANY = 64
+
+
+class Opened:
+    """Heartbeats of `MANY` processes, of which number 7 does not move; counts the files of theirs that are opened."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.files = folder, []
+        before = heartbeat.open_no_follow
+        for number in range(MANY):
+            step = 49 if number == 7 else 50
+            one = beat(number, step, since=60.0, processes=MANY)
+            (folder / f"{number}.json").write_text(json.dumps(asdict(one)))
+
+        def opened(path, mode):
+            self.files.append(path.name)
+            return before(path, mode)
+
+        monkeypatch.setattr(heartbeat, "open_no_follow", opened)
+
+    def dog(self, number: int) -> Watchdog:
+        dog = Watchdog(ProcessEnv(MANY, number, "here:1"), 0)
+        dog._heartbeat = SimpleNamespace(folder=self.folder)
+        return dog
+
+
+def test_at_a_hang_one_process_reads_the_heartbeats_and_all_know_who_is_waited_for(tmp_path, monkeypatch):
+    group, opened = Group(monkeypatch, MANY), Opened(tmp_path, monkeypatch)
+    group.may_fail = True
+    found = group.run(lambda: opened.dog(kv_store.process())._ask_for_stragglers())
+    assert len(opened.files) == MANY
+    assert found == [["the others wait for process 7 on n7: stepping, step 49, for 60 s"]] * MANY
+    assert max(group.posts.values()) <= 2
+    assert max(group.reads.values()) <= 1
+
+
+def test_where_process_0_does_not_answer_process_1_alone_reads_them(tmp_path, monkeypatch):
+    opened = Opened(tmp_path, monkeypatch)
+
+    def gone(name, seconds):
+        raise TimeoutError(name)
+
+    monkeypatch.setattr(kv_store, "post", lambda name, text: False)
+    monkeypatch.setattr(kv_store, "read", gone)
+    found = [opened.dog(number)._ask_for_stragglers() for number in range(MANY)]
+    assert len(opened.files) == MANY
+    assert [number for number, sentences in enumerate(found) if sentences] == [1]
+
+
+def test_process_0_looks_for_all_and_process_1_for_process_0(tmp_path, monkeypatch):
+    """No more often than heartbeats come."""
+    opened = Opened(tmp_path, monkeypatch)
+    for number in (0, 7):
+        os.utime(tmp_path / f"{number}.json", (0, 0))
+    first, second = opened.dog(0), opened.dog(1)
+    first._look_for_lost()
+    second._look_for_lost()
+    assert opened.files[MANY:] == ["0.json"]
+    assert [first._reported, second._reported] == [{0, 7}, {0}]
+    assert heartbeat.every(1024) == 32.0
+
+
 @pytest.mark.slow
 def test_a_slow_process_and_a_stopped_one_are_named(words, tmp_path, monkeypatch, capsys):
     """What is left of a process that the run no longer has is cleared away; a run that was stopped is well."""
@@ -206,7 +283,7 @@ def test_a_slow_file_system_loses_no_report(tmp_path, monkeypatch, capfd):
     """The look takes longer than the watchdog waits for a straggler; the process is reported once, and it ticks on."""
     looks = []
 
-    def slow(folder):
+    def slow(folder, only):
         looks.append(folder)
         time.sleep(1.5)
         return [beat(0, ago=0.0), beat(1, ago=105.0)]
