@@ -51,7 +51,19 @@ LABEL = 11
 OUTPUT = "lab.html"
 ALL_OPTIONS = [JSON, Extra("output", OUTPUT, "Write the page with all claims and pictures to this file.", FileName)]
 
+EXERCISE = "exercise"
+"""The first word of the command that runs a student's function."""
+
+EXERCISES = {
+    "ddp-average": "what every worker holds after the all-reduce of data parallelism",
+    "1f1b-order": "the order of a stage's units in 1F1B",
+    "zero-shards": "the bytes of model states on a device, by ZeRO stage",
+    "top-k": "the largest elements of a gradient, with error feedback",
+}
+"""Name -> what a function of the reader's own computes. They stand here, so that the list imports no lab."""
+
 USAGE = """usage: python -m jaxdist.lab NAME [--json] [--help]
+       python -m jaxdist.lab exercise NAME FILE [--json]
        python -m jaxdist.lab --all [--output FILE.html] [--json]"""
 
 
@@ -80,23 +92,33 @@ def main(argv: list[str] | None = None) -> int:
     if "--all" in argv:
         return run_all([word for word in argv if word != "--all"])
     name, *rest = argv
+    if name == EXERCISE:
+        return run_exercise(rest)
     if name in LABS:
         return run_lab(name, rest)
     if name in claims():
         return run_claim(claims()[name], rest)
-    raise RequestError(f"there is no lab '{name}'; {nearest(name, [*LABS, *claims()])}")
+    raise RequestError(f"there is no lab '{name}'; {nearest(name, [EXERCISE, *LABS, *claims()])}")
 
 
 def names() -> dict[str, str]:
     """Return the first words that the command takes, each with what it does."""
     described = {claim.id: claim.claim for claim in claims().values()}
-    return {**LABS, **described, "--all": "measure every claim and write a page"}
+    return {
+        **LABS,
+        **described,
+        EXERCISE: "run a function of your own against ours",
+        "--all": "measure every claim and write a page",
+    }
 
 
 def listing() -> list[str]:
     """Return the list of labs, then of claims by topic, without running any."""
     lines = [USAGE, "", "labs:"]
     for name, about in LABS.items():
+        lines.append(f"  {name:<{WIDTH}}{about}")
+    lines += ["", "exercises:"]
+    for name, about in EXERCISES.items():
         lines.append(f"  {name:<{WIDTH}}{about}")
     for topic, group in topics():
         lines += ["", f"claims, {topic}:"]
@@ -117,6 +139,23 @@ def run_lab(name: str, argv: list[str]) -> int:
     lab = importlib.import_module(f"jaxdist.lab.{name.replace('-', '_')}")
     result: Result = lab.measure(**chosen)
     _print(result, as_json)
+    return 0 if result.passed else 1
+
+
+def run_exercise(argv: list[str]) -> int:
+    """Run a student's function against ours and print the result; returns the exit code."""
+    words = argv[: next((at for at, word in enumerate(argv) if word.startswith("-")), len(argv))]
+    about = "Runs a function of your own against ours: exercise NAME FILE. The names are " + ", ".join(EXERCISES) + "."
+    request = arguments(argv[len(words) :], f"lab {EXERCISE}", about, positional=None, extras=[JSON], knobs=())
+    if len(words) != 2:
+        raise RequestError(f"write exercise NAME FILE; the names are {', '.join(EXERCISES)}")
+    check_alone("lab")
+    # Imported late, so that mistakes in the options are reported before JAX starts.
+    from jaxdist.lab.exercises import check
+
+    _split_cpu()
+    result = check(*words)
+    _print(result, request.extras["json"])
     return 0 if result.passed else 1
 
 

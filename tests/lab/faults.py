@@ -14,7 +14,8 @@ import pytest
 from jax import P
 from jax.sharding import reshard
 
-from jaxdist import sharding
+from jaxdist import launch, sharding
+from jaxdist.cluster import process_env
 from jaxdist.config import ModelConfig
 from jaxdist.data import order
 from jaxdist.data import rows as data_rows
@@ -24,8 +25,8 @@ from jaxdist.lab.checks import memory, traffic
 from jaxdist.lab.reductions import algorithms, checks, execute
 from jaxdist.lab.slow_networks import replicas, server, top_k
 from jaxdist.mesh import DATA
-from jaxdist.models import Params, experts, layers, resnet
-from jaxdist.parallel import context, placing, sink, zero
+from jaxdist.models import Params, experts, layers, loss, resnet
+from jaxdist.parallel import context, placing, sink, tensor, zero
 from jaxdist.parallel.crossing import codes
 from jaxdist.parallel.experts import Rounds
 from jaxdist.parallel.pipeline import schedules, stages
@@ -34,10 +35,12 @@ from jaxdist.parallel.region import vary
 from jaxdist.planning import pipelines
 from jaxdist.training import run, task, task_text
 from jaxdist.training.forward.decoder import DecoderForward
+from jaxdist.training.forward.loss_scale import LossScale
 
 CACHES = (
     memory.states,
     traffic.elements,
+    traffic.kinds_of,
     schedules.make,
     server.run,
     ring.sent,
@@ -341,6 +344,71 @@ def every_second_row_is_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(task_text.TextTask, "available", lambda self: (available(self)[0] // 2, available(self)[1]))
 
 
+def a_third_moment_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """The largest second moment so far."""
+    patch.setattr(optax, "adamw", lambda rate, b1, b2, **more: optax.amsgrad(rate, b1, b2))
+
+
+def weights_get_no_gradient(patch: pytest.MonkeyPatch) -> None:
+    einsum = tensor.einsum
+    patch.setattr(tensor, "einsum", lambda layout, dims, x, w: einsum(layout, dims, x, jax.lax.stop_gradient(w)))
+
+
+def sums_are_reduced_whole_and_then_cut(patch: pytest.MonkeyPatch) -> None:
+    """Those that leave a block for a residual stream that is split along the sequence."""
+    patch.setattr(sharding.Layout, "sequence_parallel", ())
+
+
+def rows_are_not_split(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(sharding.RULES, "batch", ())
+
+
+def every_stage_is_stage_0(patch: pytest.MonkeyPatch) -> None:
+    placements = placing.placements
+
+    def whole(layout: sharding.Layout, axes: Any, abstract: Any, zero: placing.ZeroOptions, **more: Any) -> Any:
+        return placements(layout, axes, abstract, replace(zero, stage=0), **more)
+
+    patch.setattr(placing, "placements", whole)
+
+
+def the_softmax_has_a_wrong_sum(patch: pytest.MonkeyPatch) -> None:
+    logits = loss._logits
+
+    def wrong(*arguments: Any) -> tuple[jax.Array, jax.Array]:
+        found, log_sum = logits(*arguments)
+        return found, log_sum + 1
+
+    patch.setattr(loss, "_logits", wrong)
+
+
+def every_batch_is_the_first(patch: pytest.MonkeyPatch) -> None:
+    def first(seed: int, step: int, batch: int, n: int) -> np.ndarray:
+        return order.global_rows(seed, 0, batch, n)
+
+    patch.setattr(task, "global_rows", first)
+    patch.setattr(task_text, "global_rows", first)
+
+
+def every_process_leads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(process_env.ProcessEnv, "leader", True)
+
+
+def every_process_has_rank_0(patch: pytest.MonkeyPatch) -> None:
+    number = process_env._number
+    patch.setattr(
+        process_env, "_number", lambda given, name, *more: 0 if name == "RANK" else number(given, name, *more)
+    )
+
+
+def a_node_has_two_tasks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(launch, "tasks_per_node", lambda asked, gpus: 2)
+
+
+def an_overflow_changes_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LossScale, "after", lambda self, finite: self)
+
+
 @dataclass(frozen=True)
 class Fault:
     """A claim, a mistake that it must notice, and the settings with which it is measured."""
@@ -362,6 +430,29 @@ class Fault:
 ONE_DEVICE = {"meshes": ("1x1x1",)}
 
 FAULTS = (
+    Fault("adam-share", masters_are_in_bfloat16),
+    Fault("adam-extra", a_third_moment_is_kept),
+    Fault("adam-moments", the_betas_are_swapped),
+    Fault("gpt2-fp16", the_mlp_is_four_times_too_wide),
+    Fault("gpt3-h100", the_mlp_is_four_times_too_wide),
+    Fault("backward-twice", weights_get_no_gradient),
+    Fault("f-and-g", mlp_is_not_split),
+    Fault("sequence-parallel", sums_are_reduced_whole_and_then_cut),
+    Fault("fsdp-forward-shapes", rows_are_not_split),
+    Fault("tip-zero2", gradients_are_summed_whole_and_then_cut, exhaustive=True),
+    Fault("fsdp-discard", gradients_are_summed_whole_and_then_cut, exhaustive=True),
+    Fault("fsdp-reduction", gradients_are_summed_whole_and_then_cut, exhaustive=True),
+    Fault("primitive-uses", gradients_are_summed_whole_and_then_cut, exhaustive=True),
+    Fault("fsdp-p-over-n", every_stage_is_stage_0),
+    Fault("ddp-steps", every_second_row_is_left_out),
+    Fault("global-batch", every_device_has_all_rows),
+    Fault("toy-cross-entropy", the_softmax_has_a_wrong_sum),
+    Fault("snapshot-epoch", every_batch_is_the_first),
+    Fault("snapshot-writers", every_process_leads),
+    Fault("torchrun-env", every_process_has_rank_0),
+    Fault("torchrun-world", a_node_has_two_tasks),
+    Fault("slurm-script", a_node_has_two_tasks),
+    Fault("fp16-loss-scale", an_overflow_changes_nothing),
     Fault("gpt3-fp16", the_mlp_is_four_times_too_wide),
     Fault("gpt3-min-gpus", the_mlp_is_four_times_too_wide),
     Fault("gpt2-min-gpus", the_mlp_is_four_times_too_wide),

@@ -33,6 +33,10 @@ SLOW = {
     "topk-only",
     "topk-int8",
     "dgc-ratio",
+    "tip-zero2",
+    "fsdp-discard",
+    "fsdp-reduction",
+    "primitive-uses",
 }
 """Those that compile for seconds."""
 
@@ -152,6 +156,13 @@ def test_the_table_is_read_to_the_letter():
         "scaling-280b",
         "adam-bias",
         "ps-direction",
+        "adam-extra",
+        "chinchilla-table",
+        "fsdp-forward-shapes",
+        "fsdp-reduction",
+        "toy-cross-entropy",
+        "snapshot-epoch",
+        "snapshot-writers",
     }
 
 

@@ -14,10 +14,13 @@ from jaxdist import models
 from jaxdist.lab import pictures
 from jaxdist.lab.checks.memory import GPT3
 from jaxdist.lab.claim import Check, Claim, Outcome
+from jaxdist.lab.phases import cpu_mesh
 from jaxdist.output.tables import table
+from jaxdist.parallel import tensor
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS, Gpu
 from jaxdist.planning.timing import flops_per_token
+from jaxdist.sharding import Layout
 
 YEAR = 365.25 * 24 * 3600
 GPT3_TOKENS = 300e9
@@ -90,6 +93,48 @@ def tokens_per_parameter(claim: Claim, quantile: float = 0.5) -> Outcome:
     return Outcome(value, claim.met(value), tuple(table(rows)))
 
 
+def backward_ratio(claim: Claim, width: int = 16, input_gradient: bool = True) -> Outcome:
+    """Measure the FLOPs of the backward pass of a product over those of its forward pass, as XLA counts them."""
+    mesh = cpu_mesh("1x1x1")
+    layout = Layout.on(mesh)
+    x = jax.ShapeDtypeStruct((1, 8, width), jnp.float32)
+    w = jax.ShapeDtypeStruct((width, 4 * width), jnp.float32)
+    y = jax.ShapeDtypeStruct((1, 8, 4 * width), jnp.float32)
+
+    def forward(x, w):
+        return tensor.einsum(layout, "BSD,DF->BSF", x, w)
+
+    def backward(x, w, dy):
+        dx, dw = jax.vjp(forward, x, w)[1](dy)
+        return (dx, dw) if input_gradient else dw
+
+    counts = []
+    with jax.set_mesh(mesh):
+        for function, arguments in ((forward, (x, w)), (backward, (x, w, y))):
+            counts.append(jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"])
+    ahead, back = counts
+    value = back / ahead
+    lines = (f"forward {ahead:,.0f} FLOPs, backward {back:,.0f}: a product for the input and one for the weight",)
+    return Outcome(value, claim.met(value), lines)
+
+
+def amdahl(claim: Claim, devices: int = 100, serial: float = 0.01) -> Outcome:
+    """Return the speed-up by Amdahl's law: arithmetic."""
+    value = 1 / (serial + (1 - serial) / devices)
+    rows = [("devices", "speed-up"), *((str(n), f"{1 / (serial + (1 - serial) / n):.2f}") for n in (1, 10, 100, 1000))]
+    return Outcome(value, claim.met(value), (f"a serial part of {serial:.0%}:", *table(rows)))
+
+
+def tokens_of_table(claim: Claim, tokens: tuple[float, ...] = (1e12, 10e12)) -> Outcome:
+    """Divide the tokens of the lecture's table by its parameters, 70B and 280B: arithmetic."""
+    sizes = (70e9, 280e9)
+    ratios = [each / parameters for parameters, each in zip(sizes, tokens, strict=True)]
+    value = " and ".join(f"{ratio:.1f}" for ratio in ratios)
+    rows = zip(tokens, sizes, ratios, strict=True)
+    lines = tuple(f"{t:.3g} tokens / {n:.3g} parameters = {ratio:.1f}" for t, n, ratio in rows)
+    return Outcome(value, claim.met(value), (*lines, "The rule beside the table is 20 tokens for each parameter."))
+
+
 def network(claim: Claim, preset: str = "alps-gh200") -> Outcome:
     """Return the GB/s that one GPU of a cluster sends to other nodes, as the planner has them."""
     found = cluster(preset)
@@ -100,7 +145,19 @@ def network(claim: Claim, preset: str = "alps-gh200") -> Outcome:
     return Outcome(value, claim.met(value), lines)
 
 
+def node_network(claim: Claim, preset: str = "alps-gh200") -> Outcome:
+    """Return the GB/s that a whole node of a cluster sends to others, as the planner has them."""
+    found = cluster(preset)
+    value = found.per_host * found.across.bandwidth / 1e9
+    lines = (f"{preset}: {found.per_host} modules of a node, {found.across.bandwidth / 1e9:g} GB/s each way for each",)
+    return Outcome(value, claim.met(value), lines)
+
+
 CHECKS = {
+    "backward-twice": Check(backward_ratio, {"input_gradient": False}),
+    "hundred-gpus": Check(amdahl, {"serial": 0.0}),
+    "chinchilla-table": Check(tokens_of_table, {"tokens": (1.4e12, 5.6e12)}),
+    "slingshot-node": Check(node_network, {"preset": "h100-ndr"}),
     "gpt3-years": Check(years, {"gpu": "a100"}),
     "chinchilla": Check(tokens_per_parameter, {"quantile": 0.0}),
     "scaling-70b": Check(partial(training, parameters=70e9, tokens=1e12), {"backward": False}),

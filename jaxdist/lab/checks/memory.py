@@ -162,9 +162,9 @@ def _bars(path: Path, devices: int) -> None:
     pictures.bars(columns, "GB per device", title, path)
 
 
-def weights(claim: Claim, dtype: str = "bfloat16") -> Outcome:
-    """Measure the GB of GPT-3's parameters."""
-    count = models.parameters(models.build(GPT3))
+def weights(claim: Claim, of: ModelConfig | int, dtype: str = "bfloat16") -> Outcome:
+    """Measure the GB of the parameters of a model, which is given by its configuration or by a number of them."""
+    count = of if isinstance(of, int) else models.parameters(models.build(of))
     width = jnp.dtype(dtype).itemsize
     value = count * width / GB
     return Outcome(value, claim.met(value), (f"{count:,} parameters of {width} bytes",))
@@ -191,10 +191,47 @@ def devices(claim: Claim, of: ModelConfig | int, dtype: str = "bfloat16", room: 
     return Outcome(needed(count), claim.met(needed(count)), tuple(lines))
 
 
+def optimizer_share(claim: Claim, optimizer: str = "adamw") -> Outcome:
+    """Measure the part of the bytes of the states that are the optimizer's: masters and moments."""
+    each = bytes_of_each("mixed", optimizer)
+    value = float((each["master weights"] + each["moments"]) / sum(each.values()))
+    lines = table([(name, f"{bytes} bytes") for name, bytes in each.items()])
+    return Outcome(value, claim.met(value), (f"per parameter, {optimizer} in mixed precision on one device:", *lines))
+
+
+def kept_values(claim: Claim, optimizer: str = "adamw") -> Outcome:
+    """Count the values that the update rule keeps for each parameter beside the parameter itself."""
+    value = float(bytes_of_each("mixed", optimizer)["moments"] / 4)
+    lines = (f"{optimizer} keeps {value:g} values for each parameter; in mixed precision the master is a further one",)
+    return Outcome(value, claim.met(value), lines)
+
+
+def of_mesh(claim: Claim, model: int = 8, pipeline: int = 64, bytes: int = 16) -> Outcome:
+    """Divide the states of GPT-3, at so many bytes a parameter, by the devices of a mesh: arithmetic."""
+    count = models.parameters(models.build(GPT3))
+    value = count * bytes / (model * pipeline) / GB
+    layers = -(-GPT3.layers // pipeline)
+    block = (count - (GPT3.vocab + GPT3.sequence) * GPT3.embed) / GPT3.layers
+    lines = (
+        f"{count:,} parameters x {bytes} bytes / {model * pipeline} devices",
+        f"as an even cut would have it: {GPT3.layers} layers on {pipeline} stages leave {layers} on some, which are "
+        f"{layers * block * bytes / model / GB:.2f} GB",
+    )
+    return Outcome(value, claim.met(value), lines)
+
+
 def per_parameter(claim: Claim, precision: str = "mixed") -> Outcome:
     """Measure the bytes per parameter of the train state, and of the gradients that the backward pass makes."""
+    each = bytes_of_each(precision)
+    value = f"{each['weights']} + {each['gradients']} + {each['master weights'] + each['moments']}"
+    lines = table([(name, f"{bytes} bytes") for name, bytes in each.items()])
+    return Outcome(value, claim.met(value), (f"per parameter, {precision}:", *lines))
+
+
+def bytes_of_each(precision: str, optimizer: str = "adamw") -> dict[str, Fraction]:
+    """Return the bytes per parameter of each part of the states of a small model on one device."""
     sizes = ModelConfig(layers=1, embed=16, heads=2, vocab=32, sequence=8)
-    config = Config(precision=precision, model=sizes, optimizer=OptimizerConfig(warmup=0))
+    config = Config(precision=precision, model=sizes, optimizer=OptimizerConfig(name=optimizer, warmup=0))
     run = Run(config, devices=list(cpu_mesh("1x1x1").devices.flat))
     run.steps = 1
 
@@ -218,9 +255,7 @@ def per_parameter(claim: Claim, precision: str = "mixed") -> Outcome:
     for name, tree in parts.items():
         held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
         each[name] = Fraction(held, elements)
-    value = f"{each['weights']} + {each['gradients']} + {each['master weights'] + each['moments']}"
-    lines = table([(name, f"{bytes} bytes") for name, bytes in each.items()])
-    return Outcome(value, claim.met(value), (f"per parameter, {precision}:", *lines))
+    return each
 
 
 CHECKS = {
@@ -231,7 +266,13 @@ CHECKS = {
     "zero-7p5b-1": Check(partial(gigabytes, zero=1), {"devices": 32}),
     "zero-7p5b-2": Check(partial(gigabytes, zero=2), {"devices": 32}),
     "zero-7p5b-3": Check(partial(gigabytes, zero=3), {"devices": 32}),
-    "gpt3-fp16": Check(weights, {"dtype": "float32"}),
+    "gpt3-fp16": Check(partial(weights, of=GPT3), {"dtype": "float32"}),
+    "gpt2-fp16": Check(partial(weights, of=GPT2), {"dtype": "float32"}),
+    "palm-fp16": Check(partial(weights, of=PALM), {"dtype": "float32"}),
+    "gpt3-h100": Check(partial(devices, of=GPT3, room=80), {"dtype": "float32"}),
+    "gpt3-512": Check(of_mesh, {"bytes": 18}),
+    "adam-share": Check(optimizer_share, {"optimizer": "lion"}),
+    "adam-extra": Check(kept_values, {"optimizer": "lion"}),
     "gpt3-min-gpus": Check(partial(devices, of=GPT3), {"dtype": "float32"}),
     "palm-min-gpus": Check(partial(devices, of=PALM, exactly=PALM_EXACT), {"dtype": "float32"}),
     "gpt2-min-gpus": Check(partial(devices, of=GPT2), {"room": 3}),

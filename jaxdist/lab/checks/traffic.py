@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from fractions import Fraction
 from functools import cache, partial
 
 import jax
 
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from jaxdist.lab import fsdp_walkthrough
+from jaxdist.lab.checks.memory import states
 from jaxdist.lab.claim import Check, Claim, Outcome
-from jaxdist.lab.phases import cpu_mesh, shape_text
+from jaxdist.lab.phases import calls_on_arrays, cpu_mesh, shape_text
 from jaxdist.mesh import DATA
 from jaxdist.output.tables import table
 from jaxdist.parallel.pipeline import timeline
@@ -122,7 +125,97 @@ def walkthrough(claim: Claim, zero: int = 3) -> Outcome:
     return Outcome(value, claim.met(value) and result.passed, lines)
 
 
+def walkthrough_shapes(claim: Claim, zero: int = 3) -> Outcome:
+    """Read the shapes on each device when layer 1 has run: rows, gathered weight, result, and what is left of it."""
+    result = fsdp_walkthrough.measure(zero)
+    names = [phase.name for phase in result.phases]
+    ran = result.phases[names.index("forward layer 1")].alive
+    freed = result.phases[names.index("free layer 1")].alive
+    parts = [(ran, "x"), (ran, "W1"), (ran, "h"), (freed, "w1")]
+    shapes = [sorted({shape_text(shape) for shape in alive[name].values()}) for alive, name in parts]
+    value = ", ".join("/".join(each) for each in shapes)
+    devices = {len(alive[name]) for alive, name in parts}
+    kept = sorted(name for name in freed if name.lower().startswith("w"))
+    lines = (
+        f"x, gathered W1, h = tanh(x W1) and w1 on each of {'/'.join(map(str, devices))} devices",
+        f"weights that are left after the layer: {', '.join(kept)}",
+    )
+    return Outcome(value, claim.met(value) and kept == ["w1", "w2"], lines)
+
+
+def stage_and_bytes(claim: Claim, zero: int = 2, devices: int = 8) -> Outcome:
+    """Measure what a stage sends against plain data parallelism, and the bytes of states of a parameter."""
+    sent, plain = elements(zero, layers=2)
+    held = states(zero, devices)
+    each = held.total / held.parameters
+    value = f"{sent / plain:.1f} and {each:g}"
+    lines = (f"ZeRO {zero}: {sent:,.0f} elements against {plain:,.0f}; {each:g} bytes on each of {devices} devices",)
+    return Outcome(value, claim.met(value), lines)
+
+
+def kept_or_discarded(claim: Claim, kept: int = 2) -> Outcome:
+    """Measure the elements that a layer more costs for each parameter, kept after the forward pass or discarded.
+
+    Psi stands for the parameters; the factor (N - 1)/N, which all collectives over N devices have, is divided out.
+    """
+    found = {}
+    for zero in (kept, 3):
+        (sent, plain), (more, plain_more) = elements(zero, layers=2), elements(zero, layers=3)
+        found[zero] = 2 * (more - sent) / (plain_more - plain)
+    value = f"{found[kept]:g} and {found[3]:g}"
+    lines = (f"kept, ZeRO {kept}: {found[kept]:g} Psi", f"discarded and gathered again, ZeRO 3: {found[3]:g} Psi")
+    return Outcome(value, claim.met(value), lines)
+
+
+def gradient_kind(claim: Claim, zero: int = 3) -> Outcome:
+    """Read from the compiled step by which collectives the gradients are summed over data."""
+    kinds = kinds_of(zero)
+    value = " + ".join(kind for kind in kinds if kind != fsdp_walkthrough.GATHER)
+    lines = tuple(f"{count} {kind}" for kind, count in kinds.items())
+    return Outcome(value, claim.met(value), (f"on arrays, over {DATA}, in a step of ZeRO {zero}:", *lines))
+
+
+def uses(claim: Claim, sharded: int = 3) -> Outcome:
+    """Read the kinds of collectives in the compiled steps of plain data parallelism and of another stage."""
+    found = {zero: " + ".join(kinds_of(zero)) for zero in (0, sharded)}
+    value = "; ".join(found.values())
+    return Outcome(value, claim.met(value), tuple(f"ZeRO {zero}: {kinds}" for zero, kinds in found.items()))
+
+
+@cache
+def kinds_of(zero: int) -> dict[str, int]:
+    """Return the calls of each kind of collective over data on arrays, in a compiled step of 4 devices."""
+    parallel = ParallelConfig(zero=zero)
+    _, moves = compiled(Config(mesh="4x1x1", precision="float32", model=TINY, parallel=parallel))
+    return calls_on_arrays(one for one in moves if DATA in one.axes)
+
+
+def stored(claim: Claim, zero: int = 3) -> Outcome:
+    """Count the elements of the parameters that a device stores between steps."""
+    found = {}
+    for devices in (2, 4, 8):
+        config = Config(mesh=f"{devices}x1x1", precision="float32", model=TINY, parallel=ParallelConfig(zero=zero))
+        run = Run(config, dry=True)
+        run.steps = 1
+        with jax.sharding.use_abstract_mesh(run.mesh):
+            params = jax.tree.leaves(run.engine.abstract().params)
+        whole = sum(p.size for p in params)
+        found[devices] = Fraction(sum(math.prod(p.sharding.shard_shape(p.shape)) for p in params), whole)
+    value = claim.expected
+    for devices, share in found.items():
+        if share != Fraction(1, devices):
+            value = f"{share} P of {devices} devices"
+    lines = tuple(f"{devices} devices: {share} of {whole:,} parameters on each" for devices, share in found.items())
+    return Outcome(value, claim.met(value), lines)
+
+
 CHECKS = {
+    "fsdp-p-over-n": Check(stored, {"zero": 0}),
+    "fsdp-reduction": Check(gradient_kind, {"zero": 0}),
+    "primitive-uses": Check(uses, {"sharded": 0}),
+    "fsdp-discard": Check(kept_or_discarded, {"kept": 3}),
+    "fsdp-forward-shapes": Check(walkthrough_shapes, {}),
+    "tip-zero2": Check(stage_and_bytes, {"zero": 3}),
     "zero-comm-1": Check(partial(volume, zero=1), {"zero": 3}),
     "zero-comm-2": Check(partial(volume, zero=2), {"zero": 3}),
     "zero-comm-3": Check(partial(volume, zero=3), {"zero": 2}),
