@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region, zero
+from jaxdist.parallel.pipeline.chunk import Chunk
 from jaxdist.parallel.pipeline.layers import Layer, Layers
-from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
+from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, of_stack
 from jaxdist.parallel.placement import Placements
 from jaxdist.sharding import BATCH, RESIDUAL, SEQUENCE, Layout, Tree
 
@@ -30,7 +31,7 @@ class Program:
     embed: Callable[[Tree, Tree], Float[Array, "..."]]
     """(tops, part) -> the residual stream."""
     layers: Sequence[Layer]
-    """A layer of each kind in a period.
+    """A layer of each kind in a period, of each stack.
 
     Aux are sums over tokens, which the pipeline adds up over micro-batches, and over devices."""
     loss: Callable[[Tree, Float[Array, "..."], Tree], tuple[Float[Array, ""], Tree]]
@@ -53,7 +54,13 @@ class Device:
         self.block_places = places[BLOCKS]
         # Parameters of layers are [v, S, depth, ...]: without these three dims they are one layer's.
         places_of_layer = jax.tree.map(lambda p: p.layer.layer.layer, self.block_places)
-        self.layers = Layers(program.layers, stages, places_of_layer, stage)
+        kinds = iter(program.layers)
+        self.layers = Chunk(
+            {
+                name: Layers(list(islice(kinds, own.period)), own, of_stack(name, places_of_layer), stage)
+                for name, own in stages.stacks.items()
+            }
+        )
         self.onward = region.to_next(stages.ranks)
         """(source, target) ranks of the messages of the forward pass."""
         if stages.virtual == 1:
@@ -61,11 +68,6 @@ class Device:
             self.onward.pop()
         self.back = [(b, a) for a, b in self.onward]
         """The same for the backward pass."""
-
-    def numbers(self, chunk: jax.Array | int) -> tuple[Int[Array, " depth"], Bool[Array, " depth"]]:
-        """Return the numbers of the layers of one of this rank's chunks, and which of them are no padding."""
-        rank = lax.axis_index(PIPELINE)
-        return jnp.asarray(self.stages.layer)[chunk, rank], jnp.asarray(self.stages.valid)[chunk, rank]
 
     def awaited(self, *earlier: jax.Array) -> tuple[jax.Array, ...]:
         """Return what the next unit has to begin after (`region.after`): `earlier` on CPUs, nothing elsewhere."""

@@ -36,8 +36,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region, zero
 from jaxdist.parallel.partial_trees import joined, part_of
+from jaxdist.parallel.pipeline.chunk import ChunkBackward, RingsOfStacks, Work
 from jaxdist.parallel.pipeline.device import Device, Program, batch_specs, get, own, put
-from jaxdist.parallel.pipeline.layers import Backward, Rings, Slot, Unit
+from jaxdist.parallel.pipeline.layers import Slot
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.pipeline.table import Rows, Table
 from jaxdist.parallel.placement import Placements, differentiated
@@ -181,10 +182,10 @@ class Region(Device):
         self.blocks = jax.tree.map(lambda w: w[:, 0], blocks)
         self.at_rest = jax.tree.map(lambda w: w[:, 0], weights[BLOCKS])
         if backward:
-            self.layers_backward = Backward.of(self.layers, self.example, self.table.schedule.split)
+            self.layers_backward = ChunkBackward.of(self.layers, self.example, self.table.schedule.split)
 
-    def example(self) -> tuple[Unit, jax.Array]:
-        """Return a unit and its input, for their types."""
+    def example(self) -> tuple[Work, jax.Array]:
+        """Return what a chunk works with, and its input, for their types."""
         part = self.part(region.zeros((), jnp.int32, (PIPELINE,)))
         return self.unit(0, part), region.vary(self.program.embed(self.tops, part), self.stream)
 
@@ -339,7 +340,7 @@ class Region(Device):
                 rings = self.layers_backward.again(unit, region.after(get(*kept), *before))
             return self.layers_backward.backward(unit, dy, *rings, sums, row.B.on)
 
-        def half(stash: Rings, dy: jax.Array) -> tuple[Rings, jax.Array]:
+        def half(stash: RingsOfStacks, dy: jax.Array) -> tuple[RingsOfStacks, jax.Array]:
             return self.layers_backward.of_input(unit, dy, *kept, stash, row.B.wst)
 
         dy = get(carry["cots"], region.after(row.B.cot, *before))
@@ -431,12 +432,12 @@ class Region(Device):
         """Return one micro-batch."""
         return get(self.batch, micro)
 
-    def unit(self, chunk: jax.Array | int, part: Tree) -> Unit:
+    def unit(self, chunk: jax.Array | int, part: Tree) -> Work:
         """Return what F, B or W works with, for one of this rank's chunks and a micro-batch."""
         if self.stages.virtual == 1:
             # A constant, so that the only chunk is not looked up in each tick.
             chunk = 0
-        return Unit(chunk, get(self.blocks, chunk), *self.numbers(chunk), part)
+        return Work(chunk, get(self.blocks, chunk), part)
 
 
 def _add(sums: Tree, values: Tree) -> Tree:

@@ -1,4 +1,4 @@
-"""The layers of a chunk, forward and backward, one `scan` over them each, or over the periods in which kinds repeat.
+"""The layers of a chunk that have one form, forward and backward: a `scan` over them each, or over periods of kinds.
 
 In the forward pass, a layer keeps what its `jax.vjp` holds on to, except for what is available again in the backward
 pass: its weights and the micro-batch. Where a schedule splits the backward pass, B replaces what was kept by a stash
@@ -51,7 +51,7 @@ Numbered = tuple[Int[Array, ""], Tree, Int[Array, ""], Bool[Array, ""]]
 
 
 class Unit(NamedTuple):
-    """What F, B and W of a chunk and a micro-batch work with."""
+    """What F, B and W of a chunk and a micro-batch work with, of one stack of layers."""
 
     chunk: Slot
     """Which of this rank's chunks."""
@@ -259,11 +259,6 @@ class Backward:
 
         cut = [jax.eval_shape(partial(backward, kind)) for kind in kinds]
         return replace(whole, halves=[one.about for one in cut], stashes=[one.arrays for one in cut])
-
-    def again(self, unit: Unit, x: jax.Array) -> tuple[Rings, Slot]:
-        """Recompute what the layers keep from their input; return rings of one slot, and the slot."""
-        x = lax.optimization_barrier(x)
-        return self.layers.forward_keeping(unit, x, self.kept(slots=1), 0)[0], 0
 
     def backward(
         self, unit: Unit, dy: jax.Array, kept: Rings, slot: Slot, sums: Tree, on: jax.Array | bool

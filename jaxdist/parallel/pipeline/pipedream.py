@@ -37,8 +37,9 @@ from jaxtyping import Array, Float, Int
 from jaxdist.mesh import AXES, PIPELINE
 from jaxdist.parallel import region, zero
 from jaxdist.parallel.partial_trees import part_of
+from jaxdist.parallel.pipeline.chunk import ChunkBackward, Work
 from jaxdist.parallel.pipeline.device import Device, Program, batch_specs, get, own, put
-from jaxdist.parallel.pipeline.layers import Backward, Slot, Unit
+from jaxdist.parallel.pipeline.layers import Slot
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages, of_layers
 from jaxdist.parallel.placement import Placements, differentiated
 from jaxdist.sharding import Layout, Params, Tree, wide
@@ -159,10 +160,10 @@ class Round(Device):
         self.stage_places = jax.tree.map(lambda p: p.layer.layer, self.block_places)
         self.tops = own(self.top_places, self.cast({name: params[name] for name in self.top_places}))
         """The weights outside the layers, the same for the whole round: they are updated at its end."""
-        self.layers_backward = Backward.of(self.layers, self.example, split=False)
+        self.layers_backward = ChunkBackward.of(self.layers, self.example, split=False)
 
-    def example(self) -> tuple[Unit, jax.Array]:
-        """Return a unit and its input, for their types."""
+    def example(self) -> tuple[Work, jax.Array]:
+        """Return what a stage works with, and its input, for their types."""
         unit = self.unit(self.in_use(self.cast(self.params[BLOCKS])), self.batch)
         return unit, region.vary(self.program.embed(self.tops, self.batch), self.stream)
 
@@ -216,9 +217,9 @@ class Round(Device):
             return blocks
         return own(self.stage_places, blocks)
 
-    def unit(self, weights: Tree, part: Tree) -> Unit:
+    def unit(self, weights: Tree, part: Tree) -> Work:
         """Return what F or B works with: the layers of this rank with the weights in use, and a batch."""
-        return Unit(0, weights, *self.numbers(0), part)
+        return Work(0, weights, part)
 
     def arrive(self, carry: Carry, number: jax.Array, count: jax.Array) -> Carry:
         """Take in a batch, in the slot of the one that came through in the round before.
@@ -301,7 +302,7 @@ class Round(Device):
         }
         return carry, dx
 
-    def _empty_sums(self, version: Tree, unit: Unit) -> Tree:
+    def _empty_sums(self, version: Tree, unit: Work) -> Tree:
         """Return zeros to accumulate the gradients of a stage in: shards from ZeRO 2 on, else of weights in use."""
 
         def empty(w: jax.Array) -> jax.Array:

@@ -4,12 +4,16 @@ Chunk g = virtual_index * S + rank has layers in logical order, so that this is 
 many. Where they do not, each is padded with zeros to `depth`, the largest; the executor skips the padding. Where layers
 are of several kinds that repeat in a period, chunks are cut between periods, so that place p of a chunk has a layer of
 kind p % period, on every rank.
+
+Where layers have different parameters (`config.stacks`), every chunk has places for layers of each form, as all ranks
+run one program: those of the first form, then those of the next. The first chunk alone fills the places of all forms
+but the last, whose layers are dealt evenly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import islice
 from typing import Any
@@ -20,7 +24,7 @@ import numpy as np
 from jax import P
 from jaxtyping import Array, Bool, Int
 
-from jaxdist.config.stacks import why_no_stages
+from jaxdist.config.stacks import stacks_of, why_no_stages
 from jaxdist.mesh import PIPELINE
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted
@@ -43,6 +47,10 @@ class Stages:
     """Layers of chunk 0, 1, ..., v*S - 1."""
     period: int = 1
     """Kinds of layers that repeat in this order. Every chunk begins with the first."""
+    forms: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Where layers have different parameters: each stack of them, first to last, with its layers of these chunks."""
+    first: int = 0
+    """The number in the model of the first of these layers."""
 
     @classmethod
     @cache
@@ -55,15 +63,47 @@ class Stages:
         of_costs = iter(costs)
         return cls(ranks, virtual, tuple(sum(islice(of_costs, run)) for run in runs), period)
 
-    @property
+    @classmethod
+    def of_stacks(cls, layers: Mapping[str, int], ranks: int, virtual: int) -> Stages:
+        """Return the stages of stacks with these numbers of layers. Raises `ValueError` as `cut` does.
+
+        The first chunk has all layers of the stacks before the last one.
+        """
+        *before, last = layers
+        others = (0,) * (ranks * virtual - 1)
+        forms = [(name, (layers[name], *others)) for name in before]
+        forms.append((last, cls.cut(layers[last], ranks, virtual).sizes))
+        sizes = tuple(map(sum, zip(*(of_form for _, of_form in forms), strict=True)))
+        return cls(ranks, virtual, sizes, forms=tuple(forms))
+
+    @cached_property
+    def stacks(self) -> dict[str, Stages]:
+        """The stages of each stack of layers, as if the model had no others, by its name; empty for the only one."""
+        if not self.forms:
+            return {"": self}
+        found = {}
+        first = self.first
+        for name, sizes in self.forms:
+            found[name] = replace(self, sizes=sizes, forms=(), first=first)
+            first += sum(sizes)
+        return found
+
+    @cached_property
     def depth(self) -> int:
-        """Layers of the largest chunk."""
+        """Places of a chunk: the layers of the largest one, of each form."""
+        if self.forms:
+            return sum(stack.depth for stack in self.stacks.values())
         return max(self.sizes)
 
     @property
+    def padding(self) -> int:
+        """Places of all chunks that hold no layer."""
+        return len(self.sizes) * self.depth - sum(self.sizes)
+
+    @property
     def padded(self) -> bool:
-        """Whether some chunk has fewer layers than others."""
-        return min(self.sizes) < self.depth
+        """Whether some chunk has fewer layers than places."""
+        return self.padding > 0
 
     def places_of(self, kind: int) -> int:
         """Return how many places of a chunk are for layers of a kind, given by its number in the period."""
@@ -75,7 +115,7 @@ class Stages:
 
     @cached_property
     def layer(self) -> Int[np.ndarray, "v S depth"]:
-        """The number of the layer in each place; in padding, the number of the chunk's last layer."""
+        """Which of the layers, all of one form, is in each place; in padding, the last one of the chunk or before."""
         first = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
         last = first + np.asarray(self.sizes) - 1
         index = np.minimum(first[:, None] + np.arange(self.depth), last[:, None])
@@ -90,7 +130,7 @@ class Stages:
 
     def fold(self, tree: Tree) -> Tree:
         """Fold layers [L, ...] -> [v, S, depth, ...], in parameters or in what has their names: an optimizer state."""
-        return of_layers(self._fold, tree)
+        return self._of_layers(lambda stack, a: stack._fold(a), tree)
 
     def folded(self, tree: Tree) -> Tree:
         """Fold arrays on a mesh, and put each stage on its rank."""
@@ -98,17 +138,29 @@ class Stages:
         def spec(dims: tuple[Any, ...]) -> P:
             return P(None, PIPELINE, None, *dims[1:])
 
-        return of_layers(lambda a: _relaid(a, self._fold, spec), tree)
+        return self._of_layers(lambda stack, a: _relaid(a, stack._fold, spec), tree)
 
     def unfolded(self, tree: Tree) -> Tree:
         """Return the inverse of `folded`, without the padding: as checkpoints hold it."""
-        # Layers that do not divide over the ranks lie whole on all of them.
-        even = sum(self.sizes) % self.ranks == 0
 
-        def spec(dims: tuple[Any, ...]) -> P:
-            return P(PIPELINE if even else None, *dims[3:])
+        def unfolded(stack: Stages, a: Array) -> Array:
+            # Layers that do not divide over the ranks lie whole on all of them.
+            even = sum(stack.sizes) % stack.ranks == 0
+            return _relaid(a, stack._unfold, lambda dims: P(PIPELINE if even else None, *dims[3:]))
 
-        return of_layers(lambda a: _relaid(a, self._unfold, spec), tree)
+        return self._of_layers(unfolded, tree)
+
+    def _of_layers(self, f: Callable[[Stages, Any], Any], tree: Tree) -> Tree:
+        """Apply `f(stages of its stack, a)` to every `a` that belongs to layers."""
+
+        def apply(path: tuple[Any, ...], a: Any) -> Any:
+            names = names_in(path)
+            if BLOCKS not in names:
+                return a
+            stack = names[names.index(BLOCKS) + 1] if self.forms else ""
+            return f(self.stacks[stack], a)
+
+        return jax.tree.map_with_path(apply, tree)
 
     def _fold(self, a: Array) -> Array:
         lead = self.virtual, self.ranks, self.depth
@@ -126,8 +178,11 @@ class Stages:
 
     def abstract(self, tree: Tree) -> Tree:
         """Return the shapes of `fold(tree)`, from shapes."""
-        lead = self.virtual, self.ranks, self.depth
-        return of_layers(lambda a: jax.ShapeDtypeStruct((*lead, *a.shape[1:]), a.dtype), tree)
+
+        def of(stack: Stages, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((stack.virtual, stack.ranks, stack.depth, *a.shape[1:]), a.dtype)
+
+        return self._of_layers(of, tree)
 
     def axes(self, tree: Tree) -> Tree:
         """Return the logical axes of `fold(tree)`, from logical axes.
@@ -140,12 +195,17 @@ class Stages:
 
 def of_layers(f: Callable[[Any], Any], tree: Tree) -> Tree:
     """Apply `f` to everything that belongs to layers, and leave the rest as it is."""
+    return jax.tree.map_with_path(lambda path, a: f(a) if BLOCKS in names_in(path) else a, tree)
 
-    def apply(path: tuple[Any, ...], a: Any) -> Any:
-        in_blocks = any(getattr(key, "key", None) == BLOCKS for key in path)
-        return f(a) if in_blocks else a
 
-    return jax.tree.map_with_path(apply, tree)
+def names_in(path: tuple[Any, ...]) -> list[Any]:
+    """Return the keys of dicts on the way to a leaf of a tree."""
+    return [getattr(key, "key", None) for key in path]
+
+
+def of_stack(name: str, blocks: Tree) -> Tree:
+    """Return what belongs to a stack, of what belongs to all layers; the name of the only stack is empty."""
+    return blocks[name] if name else blocks
 
 
 def _relaid(a: Array, f: Callable[[Array], Array], spec: Callable[[tuple[Any, ...]], P]) -> Array:
@@ -163,7 +223,11 @@ def stages_of(asked: Split) -> Stages | None:
     config = asked.config
     if problem := why_no_stages(config.model):
         raise ValueError(problem)
-    return Stages.cut(config.model.layers, asked.size(PIPELINE), config.pipeline.virtual, len(config.model.kinds))
+    ranks, virtual = asked.size(PIPELINE), config.pipeline.virtual
+    stacks = {name: stack.layers for name, stack in stacks_of(config.model).items()}
+    if len(stacks) > 1:
+        return Stages.of_stacks(stacks, ranks, virtual)
+    return Stages.cut(config.model.layers, ranks, virtual, len(config.model.kinds))
 
 
 def largest_chunk(layers: int, chunks: Int[np.ndarray, "..."], period: int) -> Int[np.ndarray, "..."]:

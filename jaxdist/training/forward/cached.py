@@ -54,7 +54,9 @@ class CachedForward:
         stacks = stacks_of(config).values()
         self.kinds = [kind for stack in stacks for kind in stack.kinds]
         """The kinds of layers by their numbers."""
-        self.stages = [forward.stages or Stages(1, 1, (stack.layers,), len(stack.kinds)) for stack in stacks]
+        self.stages = [Stages(1, 1, (stack.layers,), len(stack.kinds)) for stack in stacks]
+        if forward.stages:
+            self.stages = list(forward.stages.stacks.values())
         """Where the layers of each stack run."""
         zero_options = placing.ZeroOptions(forward.stage)
         self.places = placing.placements(self.layout, forward.axes, forward.abstract, zero_options)
