@@ -56,18 +56,23 @@ def forms_of(config: ModelConfig) -> str:
 
 
 def why_no_stages(config: ModelConfig) -> str:
-    """Return why the layers make no stages of a pipeline; empty where all have the same parameters.
+    """Return why the layers make no stages of a pipeline; empty where they do.
 
-    Stages are one program, which takes as long as its longest stage: with a stack of each form in every stage, each of
-    them would run, in each tick, the dense layers that only the first one needs.
+    Stages are cut between periods, and layers of another form before them would shift where a period begins.
     """
     forms = forms_of(config)
-    if not forms:
+    if not forms or len(config.kinds) == 1:
         return ""
     return (
-        f"the layers of {config.family} are {forms}, with different parameters, and all stages of a pipeline run one "
-        f"program on layers of one form; set pipeline to 1, and split the layers over model, data and expert"
+        f"the layers of {config.family} are {forms}, with different parameters, and model.period has several kinds, "
+        f"of which a pipeline makes no stages; set pipeline to 1, and split the layers over model, data and expert"
     )
+
+
+def most_chunks(config: ModelConfig) -> int:
+    """Return the most chunks that the layers make for a pipeline: each has a period, or a layer of the last form."""
+    *_, last = stacks_of(config).values()
+    return last.periods
 
 
 def first_layers(config: ModelConfig) -> dict[str, int]:

@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from jaxdist.config.stacks import path_to
+from jaxdist.parallel.pipeline.stages import Stages
 from jaxdist.planning.context_traffic import KEYS, STARTS
 from jaxdist.planning.expert_traffic import ROWS
 from jaxdist.planning.habit import BOTH, PREDICTED, Habit
 from jaxdist.planning.parameter_layout import Placed
+from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Count, Transfer
 from jaxdist.planning.runs import Step
 from jaxdist.planning.stream_traffic import BETWEEN_STAGES, LAST, LOOKED_UP, LOOKED_UP_POSITIONS, STATISTICS
@@ -127,18 +130,24 @@ def _layers_in_no_loop(sent: Sent) -> int:
     p = sent.parameter
     if p is None or not p.stacked or not step.pipe:
         return 0
-    stages = step.pipe.stages
+    stages = _stages_of(p, step.pipe)
     if stages.virtual > 1 or not step.pipe.flush or step.config.parallel.zero != 3:
         return 0
     return stages.depth if stages.depth < 2 * stages.period else stages.depth % stages.period
 
 
+def _stages_of(p: Placed, pipe: Pipeline) -> Stages:
+    """Return the stages of the stack of layers that a parameter belongs to."""
+    (found,) = (stages for name, stages in pipe.stages.stacks.items() if p.name.startswith(path_to(name)))
+    return found
+
+
 def _with_layers_in_no_loop(sent: Sent, calls_of_one: Count) -> Count:
     """Return the calls of all layers, where each one in no loop has `calls_of_one`."""
     layers = _layers_in_no_loop(sent)
-    if not layers or not sent.step.pipe:
+    if not layers or not sent.step.pipe or not sent.parameter:
         return sent.transfer.calls
-    depth = sent.step.pipe.stages.depth
+    depth = _stages_of(sent.parameter, sent.step.pipe).depth
     return sent.transfer.calls * (depth - layers) // depth + layers * calls_of_one
 
 
@@ -163,7 +172,9 @@ def _once_for_all_ticks(sent: Sent) -> Count:
 def _once_for_segments_of_a_tick(sent: Sent) -> Count:
     pipe = sent.step.pipe
     # Of the rest of a period, no program for GPUs has been looked at.
-    if pipe is None or not _layers_in_no_loop(sent) or pipe.stages.depth > 1:
+    if pipe is None or not _layers_in_no_loop(sent) or not sent.parameter:
+        return sent.transfer.calls
+    if _stages_of(sent.parameter, pipe).depth > 1:
         return sent.transfer.calls
     backward = not (sent.parameter and sent.parameter.forward_only)
     lengths = [end - first for first, end, slots in pipe.table.segments if "F" in slots or backward]

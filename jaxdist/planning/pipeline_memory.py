@@ -7,11 +7,13 @@ in 1F1B.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxdist.config import Config
+from jaxdist.config.stacks import path_to, stacks_of
 from jaxdist.mesh.split import compute_width
 from jaxdist.planning import step_bytes
 from jaxdist.planning.activations import saved_per_token, stashed_per_token, working
@@ -24,14 +26,16 @@ from jaxdist.planning.step_bytes import Elements
 from jaxdist.sharding import Layout
 
 
-def _elements(parameters: list[Placed], stacked: bool) -> Elements:
+def _elements(config: Config, parameters: list[Placed], stacked: bool) -> Elements:
     """Return the elements of the layers, or of the parameters that belong to none."""
     group = [p for p in parameters if p.stacked == stacked]
+    paths = [path_to(name) for name in stacks_of(config.model)]
+    layers = [sum(p.at_once for p in group if p.name.startswith(path)) for path in paths]
     return Elements(
         held=sum(p.held for p in group),
         rest=sum(p.rest for p in group),
         use=sum(p.use for p in group),
-        layer=sum(p.at_once for p in group) if stacked else 0,
+        layer=reduce(np.maximum, layers) if stacked else 0,
         outside=0 if stacked else sum(p.use for p in group),
     )
 
@@ -42,8 +46,8 @@ def gradients(config: Config, parameters: list[Placed], zero: Count) -> Count:
     `step_bytes.pipeline_gradients` has the equation.
     """
     learned = [p for p in parameters if p.trained]
-    layers = _elements(learned, stacked=True)
-    shared = _elements(learned, stacked=False)
+    layers = _elements(config, learned, stacked=True)
+    shared = _elements(config, learned, stacked=False)
     return step_bytes.pipeline_gradients(zero, compute_width(config), layers, shared)
 
 
@@ -54,8 +58,8 @@ def weights(config: Config, parameters: list[Placed], zero: Count, layout: Layou
     """
     total: Count = 0
     for (precision, width), group in by_precision(config, parameters).items():
-        layers = _elements(group, stacked=True)
-        shared = _elements(group, stacked=False)
+        layers = _elements(config, group, stacked=True)
+        shared = _elements(config, group, stacked=False)
         total = total + step_bytes.pipeline_weights(zero, width, layers, shared, virtual, precision, layout)
     return total
 
@@ -129,7 +133,8 @@ def activations(sharded: ShardedModel, pipe: Pipeline) -> dict[str, int]:
     """Return the fields `activations` and `working` of `memory.Memory`: the buffers, and what one unit needs."""
     split = sharded.split
     unit = _unit(sharded, pipe)
-    moment = working(sharded.config.model, sharded.layout, split.rows, split.width, split.saved)
+    stacks = stacks_of(sharded.config.model).values()
+    moment = max(working(stack, sharded.layout, split.rows, split.width, split.saved) for stack in stacks)
     slots = depths(pipe)
     if pipe.schedule.split and not pipe.schedule.uniform:
         slots = slots._replace(stash=copies_in_branch(sharded.layout) * slots.stash)
@@ -145,11 +150,11 @@ def _unit(sharded: ShardedModel, pipe: Pipeline) -> Unit:
     layout = sharded.layout
     sizes = sharded.config.model
     each = split.width * split.tokens
-    of_chunk = each * pipe.stages.depth
+    stacks = [(pipe.stages.stacks[name].depth, stack) for name, stack in stacks_of(sizes).items()]
     return Unit(
         stream=each * sizes.embed // layout.size(*layout.sequence_parallel),
-        saved=of_chunk * saved_per_token(sizes, layout, split.saved),
-        stashed=of_chunk * stashed_per_token(sizes, layout),
+        saved=each * sum(depth * saved_per_token(stack, layout, split.saved) for depth, stack in stacks),
+        stashed=each * sum(depth * stashed_per_token(stack, layout) for depth, stack in stacks),
     )
 
 
@@ -161,9 +166,9 @@ def in_flight(sharded: ShardedModel, pipe: Pipeline) -> int:
     is one message in each direction.
     """
     split = sharded.split
-    layers = _elements(sharded.parameters, stacked=True)
+    layers = _elements(sharded.config, sharded.parameters, stacked=True)
     learned = [p for p in sharded.parameters if p.trained]
-    shared = _elements(learned, stacked=False)
+    shared = _elements(sharded.config, learned, stacked=False)
     S = pipe.stages.ranks
     unit = _unit(sharded, pipe)
     # Dropout needs two words of keys for each row.

@@ -78,11 +78,6 @@ class Pipeline:
         """The times of F and B, for a person."""
         return f"F : B as {self.times.F:g} : {self.times.B:g}"
 
-    @property
-    def padding(self) -> int:
-        """Layers that are only padding, on all ranks together."""
-        return len(self.stages.sizes) * self.stages.depth - sum(self.stages.sizes)
-
     def json(self) -> dict[str, object]:
         """Return the schema of `docs/reference/json.md`."""
         return {
@@ -90,7 +85,7 @@ class Pipeline:
             "stages": self.stages.ranks,
             "virtual_stages": self.stages.virtual,
             "layers": list(self.stages.sizes),
-            "padding": self.padding,
+            "padding": self.stages.padding,
             "micro_batches": self.schedule.micro_batches,
             "ticks": self.schedule.ticks,
             "backward_over_forward": self.times.B / self.times.F,
@@ -178,10 +173,16 @@ def uneven(config: Config, pipe: Pipeline) -> str:
     layers = config.model.layers
     chunks = len(stages.sizes)
     held = chunks * stages.depth
+    costs = f"{stages.padding} of {held} layers are padding, which takes {held / layers - 1:.1%} more"
+    if stages.forms:
+        places = " and ".join(f"{stack.depth} {name}" for name, stack in stages.stacks.items())
+        return (
+            f"all stages run one program, so each of {_cut(pipe)} has places for {places} layers: {costs} time for the "
+            "layers; fewer stages cost less"
+        )
     into = f" into whole periods of {stages.period}" if stages.period > 1 else ""
     return (
         f"model.layers {layers} does not divide by {_cut(pipe)}{into}: chunks have {_listed(stages.sizes)} layers, "
-        f"and each is padded to {stages.depth}; {pipe.padding} of {held} layers are padding, which takes "
-        f"{held / layers - 1:.1%} more memory and time for the layers; "
+        f"and each is padded to {stages.depth}; {costs} memory and time for the layers; "
         + remedy(to("model.layers", multiples(chunks * stages.period, layers)))
     )

@@ -38,7 +38,7 @@ def seconds(step: Step, cluster: Cluster) -> float:
         count = one.config.model.layers
         if step.pipe:
             stages = step.pipe.stages
-            count = stages.ranks * stages.depth * stages.virtual
+            count = stages.ranks * one.runs.layers * stages.virtual
         layers += times_of_layer(one.config, layout, step.tokens, cluster).times(count).F
     head = float(head_pass_seconds(config, cluster, step.tokens, layout.parts("vocab")))
     return 2 * PAIRS / (step.split.rows * step.split.ranks) * (layers + head)

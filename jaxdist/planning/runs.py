@@ -240,15 +240,16 @@ class Step:
 
     @property
     def stacks(self) -> list[Step]:
-        """The step of each stack of layers, as if the model had no others; stages of a pipeline have one stack."""
+        """The step of each stack of layers, as if the model had no others; a loop runs its places in a chunk."""
         stacks = stacks_of(self.config.model)
         if len(stacks) == 1:
             return [self]
-        return [self._of_stack(stack) for stack in stacks.values()]
+        return [self._of_stack(name, stack) for name, stack in stacks.items()]
 
-    def _of_stack(self, stack: ModelConfig) -> Step:
+    def _of_stack(self, name: str, stack: ModelConfig) -> Step:
         config = self.config.model_copy(update={"model": stack})
-        return replace(self, split=replace(self.split, config=config), runs=replace(self.runs, layers=stack.layers))
+        layers = self.pipe.stages.stacks[name].depth if self.pipe else stack.layers
+        return replace(self, split=replace(self.split, config=config), runs=replace(self.runs, layers=layers))
 
     @property
     def references(self) -> list[Step]:

@@ -146,7 +146,8 @@ def train(
     else:
         forward = DecoderForward(models.build(model, layout), layout, zero, options, inside)
     # In the place of what is reported of them.
-    forward.reported = lambda aux, batch: {"blocks": aux} if aux else {}
+    counted = forward.model.counted
+    forward.reported = lambda aux, batch: {"blocks": counted.alone(aux)} if aux else {}
     crossing = Compressed(compression, shape["replica"]) if compression else None
     step = Step(forward, optimizer, max_norm=max_norm, keep=keep, crossing=crossing, scales=bool(scales))
     step.spike = 6.0 if usual else 0.0
@@ -188,7 +189,8 @@ def train(
         # As a checkpoint holds all that is compared: one program.
         found = start.params, states[1].optimizer[0], state.params, state.frozen, reported[0]
         before, gradient, after, frozen, sums = jax.device_get(jax.jit(step.unfolded)(found))
-        return Outcome(losses, norms, gradient, before, after, sums.get("blocks", {}), frozen, scaled, spikes)
+        counts = counted.of(sums["blocks"]) if "blocks" in sums else {}
+        return Outcome(losses, norms, gradient, before, after, counts, frozen, scaled, spikes)
 
 
 @cache

@@ -80,6 +80,7 @@ ROWS = [
 FURTHER = [
     Row("llama", "model=4,pipeline=2", 1, 4, True, "none", "zb-u"),
     Row("deepseek", "data=2,model=2", 3, 2, True, "none"),
+    Row("deepseek", "data=2,pipeline=2", 3, 4, False, "block", "1f1b"),
     Row("gpt-oss", "expert=2,model=2", 3, 1, True, "none"),
     Row("gemma", "data=2,model=2", 3, 2, True, "block"),
     Row("nf4", "replica=2,data=2,model=2", 3, 2, True, "none"),

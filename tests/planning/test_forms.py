@@ -3,6 +3,7 @@
 from collections import Counter
 
 import jax
+import numpy as np
 import pytest
 
 from jaxdist import models
@@ -11,7 +12,7 @@ from jaxdist.config.stacks import first_layers, stacks_of
 from jaxdist.mesh import parse_mesh
 from jaxdist.mesh.split import Split
 from jaxdist.models import active_parameters
-from jaxdist.parallel.pipeline.stages import stages_of
+from jaxdist.parallel.pipeline.stages import Stages, stages_of
 from jaxdist.planning import activations, communication, memory, timing
 from jaxdist.programs.hlo import collectives
 from jaxdist.request.checks.model import decoder_parameters
@@ -113,9 +114,45 @@ def moves_as_predicted(run: Run) -> None:
     assert compiled.memory_analysis().argument_size_in_bytes == memory.predict(run.sharded).arguments
 
 
-def test_what_needs_layers_of_one_form_says_so():
+def stages(mesh: str, **of) -> Stages:
+    return stages_of(Split(config(mesh, **of), parse_mesh(mesh)))
+
+
+def test_the_first_stage_has_the_dense_layers_and_its_share_of_the_others():
+    found = stages("pipeline=2", layers=DENSE + 3)
+    assert found.sizes == (DENSE + 2, 1)
+    assert {name: of.sizes for name, of in found.stacks.items()} == {"dense": (DENSE, 0), "routed": (2, 1)}
+    assert {name: of.first for name, of in found.stacks.items()} == {"dense": 0, "routed": DENSE}
+    # Of 8 places, 5 hold a layer: three are of the second stage.
+    assert (found.depth, found.padding) == (DENSE + 2, DENSE + 1)
+    layers = np.arange(DENSE + 3, dtype=np.int32)
+    tree = {"blocks": {"dense": layers[:DENSE], "routed": layers[DENSE:]}}
+    folded = found.fold(tree)["blocks"]
+    assert folded["dense"].tolist() == [[[0, 1], [0, 0]]]
+    assert folded["routed"].tolist() == [[[2, 3], [4, 0]]]
+
+
+def test_stages_of_several_kinds_beside_forms_are_refused():
     with pytest.raises(ValueError, match=r"layers of moe are dense and routed, .* set pipeline to 1"):
-        stages_of(Split(config("pipeline=2"), parse_mesh("pipeline=2")))
+        stages("pipeline=2", period="sliding,full", window=4)
+
+
+PIPELINES = [
+    ("pipeline=2,data=2", 2, dict(layers=DENSE + 3, remat="stage")),
+    *exhaustive(
+        [
+            ("model=2,pipeline=2", 0, dict(remat="block", sequence=True)),
+            ("data=2,pipeline=2", 3, dict(layers=DENSE + 4)),
+            ("expert=2,pipeline=2", 1, dict(layers=DENSE + 4, remat="dots")),
+        ]
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "zero", "of"), PIPELINES)
+def test_a_pipeline_moves_and_holds_what_is_predicted(mesh, zero, of):
+    moves_as_predicted(Run(config(mesh, zero, **of)))
 
 
 def test_adapters_stand_beside_the_weights_of_both_forms():

@@ -67,7 +67,7 @@ def test_cached_tokens_and_logits_are_those_of_whole_passes(alone):
         [
             ("gpt", "data=2,context=2", {"parallel": {"zero": 3}}),
             ("llama", "data=2,pipeline=2", {"parallel": {"zero": 2}}),
-            ("moe", "expert=2,pipeline=2", {"parallel": {"zero": 3}}),
+            ("latent", "expert=2,pipeline=2", {"parallel": {"zero": 3}}),
             ("window", "1x1x2", {}),
             ("lora", "2x1x2", {"parallel": {"zero": 3}}),
             ("latent", "1x1x1", {}),

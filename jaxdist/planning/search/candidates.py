@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxdist.config import Config, RequestError
 from jaxdist.config.pipeline import SCHEDULES as TRAITS
+from jaxdist.config.stacks import most_chunks
 from jaxdist.mesh import (
     AXES,
     BATCH_AXES,
@@ -218,7 +219,7 @@ def _legal(config: Config, c: Columns, sites: int) -> np.ndarray:
     outside = np.where(c["outside"] == 1, (c["zero"] >= 2) & (c["micro"] > 1) & ~staged, True)
     parts = devices_along(c, BATCH_AXES) * c["micro"]
     batch = config.train.global_batch_size % (config.train.rows_together * parts) == 0
-    layers = config.model.periods >= c[PIPELINE] * c["virtual"]
+    layers = most_chunks(config.model) >= c[PIPELINE] * c["virtual"]
 
     # Without a pipeline, `stage` is the same as `block`.
     remat = staged | (c["remat"] != REMATS.index("stage"))

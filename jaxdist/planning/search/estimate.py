@@ -32,7 +32,7 @@ from jaxdist.mesh.context import Choice
 from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.output.units import counted
-from jaxdist.parallel.pipeline.simulate import lockstep_time
+from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
 from jaxdist.planning import certainty, communication, exposure, memory, step_bytes, step_time
 from jaxdist.planning.clusters import Cluster, calibrated
 from jaxdist.planning.collective_time import group_over
@@ -295,7 +295,6 @@ def _arithmetic(step: Step, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of one device's arithmetic in a step, and those until all devices have done theirs."""
     config = step.config
     layout = step.layout
-    sizes = config.model
     pipe = step.pipe
     k = step.split.micro_batches
     head = float(head_seconds(config, cluster, step.tokens, layout.parts("vocab")))
@@ -307,9 +306,11 @@ def _arithmetic(step: Step, cluster: Cluster) -> tuple[float, float]:
         work = k * (layers + head)
         return work, work
     # Work is that of evenly split layers; the schedule runs stages with their padding.
-    times = times_of_layer(config, layout, step.tokens, cluster, pipe.schedule.split)
-    even = times.times(sizes.layers / pipe.stages.ranks)
-    padded = times.times(pipe.stages.depth * pipe.stages.virtual)
+    even = padded = Times(0, 0, 0)
+    for one in step.stacks:
+        times = times_of_layer(one.config, layout, step.tokens, cluster, pipe.schedule.split)
+        even = even.plus(times.times(one.config.model.layers / pipe.stages.ranks))
+        padded = padded.plus(times.times(one.runs.layers * pipe.stages.virtual))
     lockstep = lockstep_time(pipe.schedule, padded) + pipe.ticks("H") * head
     if config.refers_in_step:
         # Its pass runs the ticks of F, each of one chunk.

@@ -142,7 +142,7 @@ class Screen(Steps):
         # Where the loop over micro-batches lies inside the layers, each layer saves the activations of all.
         flat = self.together * m.layers * saved
 
-        layers_of_chunk = self.layers_held / c["virtual"]
+        layers_of_chunk = self.layers_run / c["virtual"]
         unit = Unit(
             stream=m.embed / np.where(c["sequence"] == 1, c[MODEL], 1),
             saved=layers_of_chunk * saved,
@@ -200,7 +200,7 @@ class Screen(Steps):
         before = units.forward if self.config.refers_in_step else 0
         work = c["micro"] * (m.layers / c[PIPELINE] * (each + before) + head)
         layers = c["micro"] * each + self._bubble(units) + before * (c["micro"] + (c[PIPELINE] - 1) / c["virtual"])
-        return work, np.where(self.staged, self.layers_held * layers + self.heads * head, work)
+        return work, np.where(self.staged, self.layers_run * layers + self.heads * head, work)
 
     def _bubble(self, units: Units) -> Column:
         """Return how much longer than the units of all micro-batches a schedule takes: of one layer.
@@ -291,7 +291,9 @@ def best(score: Column, count: int) -> list[int]:
 
 def screen_of(config: Config, model: Model, cluster: Cluster, columns: Columns) -> Screen:
     """Return the rough figures of candidates. Layers of several forms are all taken to have the form of the last."""
+    before = 0
     if forms_of(config.model):
+        before = config.model.dense_layers
         config = config.with_knobs({"model.dense_layers": 0})
         model = build_decoder(config.model)
-    return Screen(config, model, cluster, columns)
+    return Screen(config, model, cluster, columns, before)

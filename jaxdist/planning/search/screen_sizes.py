@@ -35,6 +35,8 @@ class Sizes:
     model: Model
     cluster: Cluster
     columns: Columns
+    before: int = 0
+    """The first layers that in truth are of another form, for which each chunk of a pipeline has places."""
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -48,13 +50,22 @@ class Sizes:
 
     @cached_property
     def layers_held(self) -> Column:
-        """The layers that a rank holds, padding included.
+        """The layers that a rank holds, padding included; those of a pipeline's first forms are small beside others.
 
         Every chunk has as many places as the largest one has layers.
         """
         model = self.config.model
         virtual = self.columns["virtual"]
-        return virtual * largest_chunk(model.layers, self.columns[PIPELINE] * virtual, len(model.kinds))
+        chunks = self.columns[PIPELINE] * virtual
+        if not self.before:
+            return virtual * largest_chunk(model.layers, chunks, len(model.kinds))
+        staged = virtual * largest_chunk(model.layers - self.before, chunks, 1)
+        return np.where(self.staged, staged, model.layers)
+
+    @cached_property
+    def layers_run(self) -> Column:
+        """The layers that a rank runs for a micro-batch, padding and those of the first forms included."""
+        return self.layers_held + np.where(self.staged, self.columns["virtual"] * self.before, 0)
 
     @cached_property
     def experts_of_layer(self) -> Column:

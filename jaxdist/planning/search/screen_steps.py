@@ -176,7 +176,7 @@ class Steps(Sizes):
         weights = np.where(splits & ~branches, chunks * micro, each)
         ticks = {"F": each, "B": each, "W": weights, "H": self.heads}
         own = np.where(branches, 1 / 3, 1)
-        return in_ticks(ticks, self.layers_held // chunks, again, chunks, splits, own=own).of_objective(self.config)
+        return in_ticks(ticks, self.layers_run // chunks, again, chunks, splits, own=own).of_objective(self.config)
 
     @property
     def heads(self) -> Column:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jaxdist.config import Config
 from jaxdist.config.pipeline import SCHEDULES
-from jaxdist.config.stacks import why_no_stages
+from jaxdist.config.stacks import forms_of, most_chunks, why_no_stages
 from jaxdist.mesh import DATA, MODEL, PIPELINE
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted, remedy, to
@@ -21,7 +21,7 @@ def _to_1f1b(config: Config) -> str:
     return "pipeline.schedule to 1f1b"
 
 
-@fit("model.family", "model.dense_layers", "model.layers")
+@fit("model.family", "model.dense_layers", "model.layers", "model.period")
 def _layers_of_one_form(split: Split) -> Iterator[str]:
     if split.pipelined and (problem := why_no_stages(split.config.model)):
         yield problem
@@ -105,12 +105,12 @@ def _waiting(split: Split) -> Iterator[str]:
         )
 
 
-@fit("model.family", "model.layers", "pipeline.schedule", "pipeline.virtual_stages")
+@fit("model.family", "model.layers", "model.dense_layers", "pipeline.schedule", "pipeline.virtual_stages")
 def _layers(split: Split) -> Iterator[str]:
     config = split.config
     ranks = split.size(PIPELINE)
     layers = config.model.layers
-    periods = config.model.periods
+    periods = most_chunks(config.model)
     pipeline = config.pipeline
     # A schedule that cannot have more than one is another check's.
     virtual = pipeline.virtual if pipeline.traits.several else 1
@@ -120,7 +120,8 @@ def _layers(split: Split) -> Iterator[str]:
     stages = f"{ranks} stages"
     if virtual > 1:
         stages += f" x {virtual} virtual stages"
-    remedies = [f"model.layers to {period * (ranks * virtual - 1) + 1}"]
+    dense = config.model.dense_layers if forms_of(config.model) else 0
+    remedies = [f"model.layers to {dense + period * (ranks * virtual - 1) + 1}"]
     fewer_ranks = min(ranks - 1, periods // virtual)
     if fewer_ranks > 1:
         remedies.append(f"the {PIPELINE} axis to {fewer_ranks}")
@@ -130,7 +131,12 @@ def _layers(split: Split) -> Iterator[str]:
     if virtual > 1 and periods >= ranks:
         remedies.append(_to_1f1b(config))
     few = f"model.layers {layers} is fewer than the {stages} of mesh {config.mesh}, and each needs a layer; "
-    if period > 1:
+    if dense:
+        few = (
+            f"model.layers {layers} with model.dense_layers {dense} leaves {counted(periods, 'layer')} with experts, "
+            f"fewer than the {stages} of mesh {config.mesh}, and each needs one; "
+        )
+    elif period > 1:
         few = (
             f"model.layers {layers} makes {counted(periods, 'period')} of {period}, fewer than the {stages} of mesh "
             f"{config.mesh}, and each needs a period; "
