@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 from jaxdist.cluster import consensus, kv_store
 
@@ -20,7 +21,8 @@ class Group:
         monkeypatch.setattr(kv_store, "process", lambda: self.here.number)
         for name in ("post", "read", "forget", "watch"):
             monkeypatch.setattr(kv_store, name, getattr(self, name))
-        monkeypatch.setattr(consensus, "leader", lambda: self.here.number == 0)
+        like_jax = SimpleNamespace(process_count=lambda: processes, process_index=lambda: self.here.number)
+        monkeypatch.setattr(consensus, "jax", like_jax)
         monkeypatch.setattr(consensus, "_questions", Numbered([itertools.count() for _ in range(processes)]))
 
     def post(self, name, text):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import heapq
 import itertools
 import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -159,6 +160,17 @@ def hear(name: str, seconds: float = kv_store.WEEK) -> str:
     count = int(kv_store.read(f"{name}/pieces", seconds))
     packed = "".join(kv_store.read(f"{name}/{number}") for number in range(count))
     return zlib.decompress(base64.b64decode(packed)).decode()
+
+
+def dealt(sizes: Mapping[str, int], processes: int) -> list[list[str]]:
+    """Return which files each process reads: the largest first, each to whoever has the fewest bytes so far."""
+    shares: list[list[str]] = [[] for _ in range(processes)]
+    loads = [(0, process) for process in range(processes)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, process = heapq.heappop(loads)
+        shares[process].append(name)
+        heapq.heappush(loads, (load + sizes[name], process))
+    return shares
 
 
 class Errands:

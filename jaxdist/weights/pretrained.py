@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxdist.cluster.consensus import leader
-from jaxdist.config import RequestError
-from jaxdist.files import checksums, write_whole
+from jaxdist.files import write_whole
 from jaxdist.huggingface.chat_template import find_chat_template, folder_of, template_folder
 from jaxdist.huggingface.folder import ADAPTER_WEIGHTS, KEPT, Folder, open_folder
 from jaxdist.huggingface.model_config import maximum_of
@@ -31,7 +30,7 @@ from jaxdist.sharding import name_of
 from jaxdist.training.checkpoint.finite_state import check_loaded
 from jaxdist.training.copies import check_weights
 from jaxdist.training.forward.step import TrainState
-from jaxdist.weights.digests import digest_of
+from jaxdist.weights.digests import digest_of_files
 
 if TYPE_CHECKING:
     from jaxdist.training.run import Run
@@ -57,7 +56,9 @@ def digest(folder: Path) -> str:
 
     Raises `RequestError` where one cannot be read.
     """
-    return digest_of(lambda: _checksums(folder))
+    return digest_of_files(
+        folder, lambda: sorted({str(file.relative_to(folder)) for file in open_folder(folder).files.values()})
+    )
 
 
 def parameters(run: Run, folder: Path, abstract: Params, keep: Keep = as_it_is) -> Params:
@@ -144,14 +145,3 @@ def _source(folder: Folder) -> dict[str, object]:
     # A path that is not UTF-8 is for people only.
     path = str(folder.path.resolve()).encode(errors="replace").decode()
     return {"path": path, "maximum": maximum_of(folder), "dtype": DTYPES[dtype].name}
-
-
-def _checksums(folder: Path) -> dict[str, str]:
-    """Return the checksum of each file with weights, by its name. Raises `RequestError`."""
-    files = sorted(set(open_folder(folder).files.values()))
-    try:
-        # A cache of Hugging Face holds links to files that are named by their content.
-        sums = checksums([file.resolve() for file in files])
-    except OSError as error:
-        raise RequestError(f"{error.filename} cannot be read ({error.strerror}); make it readable") from error
-    return {file.name: digest for file, (_, digest) in zip(files, sums, strict=True)}

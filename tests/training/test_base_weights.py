@@ -8,11 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxdist import files
+from jaxdist.cluster import consensus, kv_store
 from jaxdist.config import Config, RequestError
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run import Run
+from jaxdist.weights import pretrained
 from jaxdist.weights.base import Base, NoBase, base_for, base_of
+from tests.group import Group
 from tests.huggingface.exported import GOLDEN, abstract, model_of, run_from
 
 LLAMA = GOLDEN / "llama31"
@@ -51,6 +55,53 @@ def test_the_digest_of_a_folder_is_that_of_its_weights_alone(folder):
     content[-1] ^= 1
     file.write_bytes(content)
     assert base_of(folder).digest != before.digest
+
+
+def test_each_file_is_read_by_one_process_and_the_digest_is_that_of_one(folder, monkeypatch):
+    alone = base_of(folder).digest
+    read = []
+
+    def counting(path):
+        read.append((kv_store.process(), path.name))
+        return checksum(path)
+
+    checksum = files.checksum
+    monkeypatch.setattr(files, "checksum", counting)
+    monkeypatch.setattr(files, "ThreadPoolExecutor", InPlace)
+    with monkeypatch.context() as patch:
+        assert Group(patch, 3).run(lambda: pretrained.digest(folder)) == [alone] * 3
+    assert sorted(name for _, name in read) == sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len({process for process, _ in read}) == 2
+
+    def failing(path):
+        raise OSError(5, "Input/output error", str(path))
+
+    def refused():
+        with pytest.raises(RequestError) as error:
+            pretrained.digest(folder)
+        return str(error.value)
+
+    monkeypatch.setattr(files, "checksum", failing)
+    monkeypatch.setattr(consensus, "LEADER_SPEAKS", 0)
+    found = Group(monkeypatch, 3).run(refused)
+    assert "cannot be read by process 1 (Input/output error); make it readable" in found[0]
+    assert "process 0 has refused" in found[1]
+
+
+class InPlace:
+    """Does the work of a pool of threads in the thread that asks, which knows its process."""
+
+    def __init__(self, workers):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def map(self, call, items):
+        return map(call, items)
 
 
 def test_a_relative_path_is_kept_as_an_absolute_one(folder, monkeypatch):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxdist.cluster import kv_store
+from jaxdist.cluster.consensus import dealt
 from jaxdist.training.checkpoint import shared_reading, step_dir
-from jaxdist.training.checkpoint.shared_reading import SavedSums, SharedReading, dealt, written_by
+from jaxdist.training.checkpoint.shared_reading import SavedSums, SharedReading, written_by
 from jaxdist.training.checkpoint.step_dir import StepDir
 from tests.group import Group
 from tests.processes import told

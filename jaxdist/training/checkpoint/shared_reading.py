@@ -6,7 +6,6 @@ files are dealt by size. The leader hears what the others found; no process but 
 
 from __future__ import annotations
 
-import heapq
 import json
 import re
 import threading
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.cluster import kv_store
-from jaxdist.cluster.consensus import Errands, hear, tell
+from jaxdist.cluster.consensus import Errands, dealt, hear, tell
 from jaxdist.files import Checksum
 from jaxdist.training.checkpoint.step_dir import StepDir, checksums_in, differing, files_in
 
@@ -31,9 +30,6 @@ PATIENCE_FACTOR = 4
 
 POLL = 1.0
 """Seconds between two looks whether to go on waiting for them."""
-
-Sizes = Mapping[str, int]
-"""Bytes of files by path."""
 
 
 def written_by(name: str, processes: int) -> int:
@@ -127,17 +123,6 @@ class SavedSums:
                 if left <= 0 or self.alone.wait(0.01):
                     return None
         return None
-
-
-def dealt(sizes: Sizes, processes: int) -> list[list[str]]:
-    """Return which files each process reads: the largest first, each to whoever has the fewest bytes so far."""
-    shares: list[list[str]] = [[] for _ in range(processes)]
-    loads = [(0, process) for process in range(processes)]
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        load, process = heapq.heappop(loads)
-        shares[process].append(name)
-        heapq.heappush(loads, (load + sizes[name], process))
-    return shares
 
 
 class SharedReading:
