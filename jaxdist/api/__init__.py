@@ -54,9 +54,10 @@ from jaxdist.programs.hlo import Collective, collectives
 from jaxdist.sharding import BATCH, Layout, Rules, capability_of
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.engine import Engine
+from jaxdist.training.forward.asked import Forward
 from jaxdist.training.forward.module import ModuleForward, Scope
 from jaxdist.training.forward.module_pipeline import ModulePipelineForward, check_request, staged, stages_of_module
-from jaxdist.training.forward.step import Forward, Gradients, Metrics, Step, TrainState
+from jaxdist.training.forward.step import Gradients, Metrics, Step, TrainState
 from jaxdist.training.verifying import Side, Verification, one_device, verify
 
 __all__ = ["STOPPED", "Parallel", "join", "parallelize", "scan", "stack", "staged"]

@@ -18,8 +18,9 @@ from jaxdist.output.units import counted, remedy, to
 from jaxdist.parallel.placing import Wrt, group, is_axes
 from jaxdist.planning import layout_notes, parameter_layout
 from jaxdist.sharding import BATCH, LAYERS, STAGES, STEERED, Layout, LogicalAxes, Rules, Tree, name_of, named
+from jaxdist.training.forward.asked import Forward
 from jaxdist.training.forward.module import Scope
-from jaxdist.training.forward.step import Forward, Gradients, TrainState
+from jaxdist.training.forward.step import Gradients, TrainState
 
 Batch = Tree
 """A tree of arrays that share their leading dim, the rows: of NumPy, or global ones of JAX."""

@@ -21,8 +21,9 @@ from jaxdist.parallel.placement import trained
 from jaxdist.programs.branch_check import across_ranks
 from jaxdist.programs.compiled import text_of
 from jaxdist.sharding import BATCH, Layout, Tree, Weighted, on_devices
+from jaxdist.training.forward.asked import Batch, Forward
 from jaxdist.training.forward.pipeline import PipelineForward
-from jaxdist.training.forward.step import Batch, Forward, Gradients, Metrics, Step, TrainState
+from jaxdist.training.forward.step import Gradients, Metrics, Step, TrainState
 
 
 class Means(NamedTuple):

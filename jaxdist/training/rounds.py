@@ -16,8 +16,9 @@ from jaxdist.mesh import REPLICA
 from jaxdist.output.units import counted
 from jaxdist.parallel.crossing.replicas import filled, join, joined, mesh_of, part, value
 from jaxdist.sharding import on_devices
+from jaxdist.training.forward.asked import Batch
 from jaxdist.training.forward.local_step import Common, LocalStep
-from jaxdist.training.forward.step import Batch, Metrics, TrainState
+from jaxdist.training.forward.step import Metrics, TrainState
 from jaxdist.training.run import Run, without_data
 
 

@@ -31,12 +31,13 @@ from jaxdist.process.gpu_memory import gpu_share
 from jaxdist.request import Enough, check_mesh_fits
 from jaxdist.sharding import Layout, capability_of
 from jaxdist.training.engine import Engine
+from jaxdist.training.forward.asked import Forward
 from jaxdist.training.forward.delayed_step import DelayedStep
 from jaxdist.training.forward.local_step import LocalStep
 from jaxdist.training.forward.optimizer import optimizer
 from jaxdist.training.forward.pipedream_step import PipeDreamStep
 from jaxdist.training.forward.pipeline import PipelineForward
-from jaxdist.training.forward.step import Forward, Step
+from jaxdist.training.forward.step import Step
 from jaxdist.training.task_images import ImageTask
 from jaxdist.training.task_text import PreferenceTask, TextTask
 from jaxdist.training.validation import HeldOutPart, joined

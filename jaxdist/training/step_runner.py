@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jaxdist.data.batches import AbstractBatch
 from jaxdist.training.engine import Engine
-from jaxdist.training.forward.step import Batch, Metrics, TrainState
+from jaxdist.training.forward.asked import Batch
+from jaxdist.training.forward.step import Metrics, TrainState
 
 
 class StepRunner:

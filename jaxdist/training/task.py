@@ -24,7 +24,7 @@ from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.mesh.split import Split
 from jaxdist.models import ModelT
 from jaxdist.sharding import Layout
-from jaxdist.training.forward.step import Forward
+from jaxdist.training.forward.asked import Forward
 from jaxdist.training.validation import HeldOutPart
 
 

@@ -20,7 +20,8 @@ from jaxdist.data.batches import Prefetch
 from jaxdist.process.exit_codes import DONE, STOPPED
 from jaxdist.training import history
 from jaxdist.training.ending import CANNOT_RESUME, where_it_resumes
-from jaxdist.training.forward.step import Batch, TrainState
+from jaxdist.training.forward.asked import Batch
+from jaxdist.training.forward.step import TrainState
 from jaxdist.training.goodput import Start, goodput, starts_of
 from jaxdist.training.meter import Meter
 from jaxdist.training.metrics import Log

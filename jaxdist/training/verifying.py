@@ -23,7 +23,8 @@ from jaxdist.programs.compiled import text_of
 from jaxdist.programs.hlo import Collective, collectives
 from jaxdist.sharding import Tree, name_of, named
 from jaxdist.training.engine import Engine
-from jaxdist.training.forward.step import Batch, Gradients, TrainState
+from jaxdist.training.forward.asked import Batch
+from jaxdist.training.forward.step import Gradients, TrainState
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 """The largest relative difference, by the compute dtype. A leaf's is the norm of the difference over the norm of the

@@ -15,9 +15,9 @@ from jaxdist.parallel import sink, zero
 from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.placement import differentiated
 from jaxdist.sharding import OfRows, wide
+from jaxdist.training.forward.asked import Batch, Scale, Summed, Sums
 from jaxdist.training.forward.balance import weighed
 from jaxdist.training.forward.base import ForwardBase
-from jaxdist.training.forward.step import Batch, Scale, Summed, Sums
 
 Outcome = tuple[Float[Array, ""], Params, Sums, Aux]
 """(summed loss, variables after it, further sums, each device's own part of aux of all layers)."""

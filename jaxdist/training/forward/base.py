@@ -24,9 +24,9 @@ from jaxdist.parallel.placement import Placements, differentiated
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import Layout, Tree, wide
 from jaxdist.training.forward import balance
+from jaxdist.training.forward.asked import Batch, Further
 from jaxdist.training.forward.objective import CROSS_ENTROPY, REFERENCE, Objective
 from jaxdist.training.forward.preferences import Preferences, loss_of
-from jaxdist.training.forward.step import Batch, Further
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from jaxdist.parallel.sink import in_use
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import LAYERS, Layout, Tree
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
+from jaxdist.training.forward.asked import Batch, Scale, Summed
 from jaxdist.training.forward.balance import weighed
 from jaxdist.training.forward.base import PLAIN, ForwardOptions, made_at_rest
 from jaxdist.training.forward.remat import INPUT, Wrapper, keep_all, offload_input, recompute
-from jaxdist.training.forward.step import Batch, Scale, Summed
 
 
 class DecoderForward(AccumulatingForward[Model]):

@@ -18,8 +18,9 @@ from jaxdist.parallel.crossing import replicas
 from jaxdist.parallel.crossing.base import cross_at_once
 from jaxdist.parallel.crossing.delayed import Delayed, InFlight
 from jaxdist.parallel.pipeline.pipedream import NOTHING
+from jaxdist.training.forward.asked import Batch
 from jaxdist.training.forward.offload import to_device
-from jaxdist.training.forward.step import Batch, Metrics, Step, TrainState
+from jaxdist.training.forward.step import Metrics, Step, TrainState
 
 
 class DelayedStep(Step):

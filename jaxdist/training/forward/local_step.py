@@ -32,8 +32,9 @@ from jaxdist.parallel.crossing.outer import Outer, OuterState
 from jaxdist.parallel.partial_trees import joined, part_of, without
 from jaxdist.parallel.placement import Placement
 from jaxdist.sharding import Tree
+from jaxdist.training.forward.asked import Batch
 from jaxdist.training.forward.offload import to_device, to_host
-from jaxdist.training.forward.step import Batch, Metrics, Step, TrainState
+from jaxdist.training.forward.step import Metrics, Step, TrainState
 
 
 class Common(NamedTuple):

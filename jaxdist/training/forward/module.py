@@ -18,8 +18,8 @@ from jaxdist.parallel.arranged import ROWS_FIRST, Arranged, BatchDims, arrange, 
 from jaxdist.parallel.sink import in_use
 from jaxdist.sharding import Layout, OfRows, Tree, Weighted, wide
 from jaxdist.training.forward.accumulation import AccumulatingForward, Outcome
+from jaxdist.training.forward.asked import AUX, LOSS, Batch, Scale, Summed
 from jaxdist.training.forward.base import count_rows
-from jaxdist.training.forward.step import AUX, LOSS, Batch, Scale, Summed
 
 Scope = Literal["batch", "rows", "device"]
 """What the loss function sees at once.

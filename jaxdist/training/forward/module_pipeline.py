@@ -21,11 +21,11 @@ from jaxdist.parallel.pipeline.schedules import make
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.parallel.placing import ZeroOptions
 from jaxdist.sharding import Layout, Tree, named, wide
+from jaxdist.training.forward.asked import Batch, Sums
 from jaxdist.training.forward.base import ForwardOptions, count_rows
 from jaxdist.training.forward.module import Scope
 from jaxdist.training.forward.objective import ScalarSums
 from jaxdist.training.forward.pipeline import StagedForward
-from jaxdist.training.forward.step import Batch, Sums
 
 LISTED = 4
 """Variables or arrays that an error names at most."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxdist.models import Model, Params
 from jaxdist.sharding import Layout
-from jaxdist.training.forward.step import Batch
+from jaxdist.training.forward.asked import Batch
 
 ScalarSums = dict[str, Float[Array, ""]]
 """Sums beside that of the loss, by name: each becomes a mean over what the loss is a mean over."""

@@ -19,8 +19,9 @@ from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.pipedream import NOTHING
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.sharding import Tree
+from jaxdist.training.forward.asked import Batch, Grads
 from jaxdist.training.forward.pipeline import PipelineForward
-from jaxdist.training.forward.step import Batch, Grads, Metrics, Step, TrainState
+from jaxdist.training.forward.step import Metrics, Step, TrainState
 
 
 class PipeDreamStep(Step):

@@ -26,11 +26,11 @@ from jaxdist.parallel.pipeline.table import make_table
 from jaxdist.parallel.placement import Placements
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import LAYERS, STAGES, Layout, Tree
+from jaxdist.training.forward.asked import Batch, Scale, Summed, Sums
 from jaxdist.training.forward.balance import weighed
 from jaxdist.training.forward.base import ForwardBase, ForwardOptions, made_at_rest
 from jaxdist.training.forward.objective import ScalarSums
 from jaxdist.training.forward.remat import recompute
-from jaxdist.training.forward.step import Batch, Scale, Summed, Sums
 
 Head = Callable[..., tuple[Array, ScalarSums]]
 """What `Program.loss` is, where it makes an array."""

@@ -20,8 +20,8 @@ from jaxdist.config import TrainConfig
 from jaxdist.models import Model, Params
 from jaxdist.parallel import region
 from jaxdist.sharding import SEQUENCE, Layout
+from jaxdist.training.forward.asked import Batch
 from jaxdist.training.forward.objective import REFERENCE, Objective, ScalarSums
-from jaxdist.training.forward.step import Batch
 
 FIGURES = ("accuracy", "reward_margin", "chosen_logp", "rejected_logp")
 """Means over pairs: how often the margin is above 0, the margin, and the log-probabilities of both answers in nats."""
