@@ -291,6 +291,8 @@ class LogConfig(Section):
 
     every: Count = 10
     """Steps between lines of metrics.jsonl and of the log."""
+    norms: bool = False
+    """Also write the gradient norm of each group of parameters: attention, mlp, norms, embedding table, head."""
     tensorboard: bool = True
     """Write TensorBoard files into the run folder."""
     wandb: str = ""

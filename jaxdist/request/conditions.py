@@ -331,6 +331,14 @@ def more_held_out(config: Config, known: Known) -> str:
     return ""
 
 
+@needs("pipeline.schedule")
+def whole_gradient(config: Config, known: Known) -> str:
+    """Need a step that has a whole gradient at one moment."""
+    if not config.pipeline.asynchronous:
+        return ""
+    return f"pipeline.schedule {config.pipeline.schedule}, of which no gradient is ever whole,"
+
+
 @needs("mesh", late=True)
 def several_devices(config: Config, known: Known) -> str:
     """Need more than one device, which may hold copies of the same array."""

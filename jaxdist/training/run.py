@@ -195,6 +195,7 @@ class Run:
             saves_frozen=not config.model.frozen,
             scales=config.numbers.scales_loss,
             spike=config.train.spike,
+            norms=config.log.norms,
         )
 
     def update_rule(self, roles: Params) -> optax.GradientTransformation:

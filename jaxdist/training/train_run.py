@@ -20,6 +20,7 @@ from jaxdist.training.copies import check_named
 from jaxdist.training.disk_errors import one_sentence
 from jaxdist.training.ending import Ended, reporting_end, where_it_resumes
 from jaxdist.training.forward.balance import REPORTED, CollapseWatch
+from jaxdist.training.forward.group_norms import names_of
 from jaxdist.training.forward.local_step import LocalStep
 from jaxdist.training.forward.optimizer import RateTable, schedule
 from jaxdist.training.forward.preferences import FIGURES
@@ -133,7 +134,11 @@ def reporting_of(run: Run) -> Reporting:
         flops=run.task.flops,
         peak=peak_flops(run.mesh.local_devices[0].device_kind, config.precision),
         predicted=run.predicted_memory.total,
-        further=(*REPORTED, *(FIGURES if config.train.learns_pairs else ())),
+        further=(
+            *REPORTED,
+            *(FIGURES if config.train.learns_pairs else ()),
+            *(names_of(run.step.differentiated) if config.log.norms else ()),
+        ),
         left_out=config.data.skip,
         collapse=CollapseWatch(config.model),
     )

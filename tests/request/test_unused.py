@@ -36,6 +36,7 @@ BY_REQUEST = {
     "context_axis": ({"mesh": "context=2"}, {"mesh": "2x1x1"}),
     "pipeline_axis": ({"mesh": "1x1x2"}, {"mesh": "2x1x1"}),
     "replicas": ({"mesh": "replica=2"}, {"mesh": "2x1x1"}),
+    "whole_gradient": ({}, {"mesh": "1x1x2", "pipeline.schedule": "pipedream", "optimizer.clip": "0"}),
     "several_devices": ({"mesh": "2x1x1"}, {"mesh": "1x1x1"}),
     "sharded": ({"parallel.zero": "1"}, {"parallel.zero": "0"}),
     "sharded_gradients": ({"parallel.zero": "2"}, {"parallel.zero": "1"}),

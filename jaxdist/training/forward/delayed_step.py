@@ -19,6 +19,7 @@ from jaxdist.parallel.crossing.base import cross_at_once
 from jaxdist.parallel.crossing.delayed import Delayed, InFlight
 from jaxdist.parallel.pipeline.pipedream import NOTHING
 from jaxdist.training.forward.asked import Batch
+from jaxdist.training.forward.group_norms import norm_of, squares_of
 from jaxdist.training.forward.offload import to_device
 from jaxdist.training.forward.step import Metrics, Step, TrainState
 
@@ -59,7 +60,9 @@ class DelayedStep(Step):
         parts = jax.tree.map(replicas.kept, (self.differentiated, self.forward.aux_places), (sums, own_aux))
         # The update must come last, or the compiler makes it first, and the device waits for what crosses.
         (grads, sums_state), parts = jax.lax.optimization_barrier((crossed, parts))
-        updated, norm = self.updated(state._replace(crossing=sums_state), grads, aux)
+        squares = squares_of(grads)
+        norm = norm_of(squares)
+        updated = self.updated(state._replace(crossing=sums_state), grads, norm, aux)
 
         arrived = before.number != NOTHING
         finite = jnp.isfinite(before.loss) & jnp.isfinite(norm)
@@ -67,7 +70,7 @@ class DelayedStep(Step):
         skipped = jnp.where(arrived, settled.skipped, state.skipped)
         in_a_row = jnp.where(arrived, settled.skipped_in_a_row, state.skipped_in_a_row)
         # All batches have the same shape.
-        further = self.forward.reported(aux, batch)
+        further = self.forward.reported(aux, batch) | self.group_norms(squares)
         metrics = Metrics(before.loss, norm, before.count, skipped, in_a_row, further)
         came = count > 0
         after = InFlight(

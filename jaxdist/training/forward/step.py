@@ -28,6 +28,7 @@ from jaxdist.parallel.partial_trees import joined, part_of, without
 from jaxdist.parallel.placement import Placement, differentiated, trained
 from jaxdist.sharding import OfRows, Tree, Weighted, scale_partial
 from jaxdist.training.forward.asked import AUX, LOSS, Batch, Forward, Further, Grads, Scale, Sums
+from jaxdist.training.forward.group_norms import group_norms, norm_of, squares_of
 from jaxdist.training.forward.loss_scale import LossScale, first
 from jaxdist.training.forward.offload import to_device, to_host
 from jaxdist.training.forward.optimizer import clip
@@ -114,6 +115,7 @@ class Step:
         takes_loss: bool = False,
         scales: bool = False,
         spike: float = 0.0,
+        norms: bool = False,
     ):
         """Join a model's forward pass with its optimizer; gradients are clipped to the global norm `max_norm` (0: not).
 
@@ -122,12 +124,14 @@ class Step:
         the replicas; None for exact sums. `saves_frozen`: a checkpoint holds the frozen parameters too, which otherwise
         come from where they came from. `takes_loss`: the optimizer's update has an argument `value`, the loss.
         `scales`: the backward pass scales the loss, as float16 needs it. `spike` is by how many standard deviations a
-        loss or gradient norm is a spike, whose update is skipped (0: none is).
+        loss or gradient norm is a spike, whose update is skipped (0: none is). `norms`: the metrics have the gradient
+        norm of each group of parameters.
         """
         self.forward = forward
         self.takes_loss = takes_loss
         self.scales = scales
         self.spike = spike
+        self.norms = norms
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.keep = keep
@@ -282,7 +286,9 @@ class Step:
     ) -> tuple[TrainState, Metrics]:
         """Return `state` after a step; `crossed` is the same state after its gradients have crossed the replicas."""
         loss = gradients.loss
-        updated, norm = self.updated(crossed, gradients.grads, gradients.sums, extra)
+        squares = squares_of(gradients.grads)
+        norm = norm_of(squares)
+        updated = self.updated(crossed, gradients.grads, norm, gradients.sums, extra)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         scale, recent = state.loss_scale, state.recent
         usual = recent.usual(self.spike) if recent else None
@@ -297,7 +303,12 @@ class Step:
         counts = gradients.count, state.skipped, state.skipped_in_a_row
         scaled = scale.scale if scale else None
         spikes = state.recent.spikes if state.recent else None
-        return state, Metrics(loss, norm, *counts, gradients.further, scaled, usual, spikes)
+        further = gradients.further | self.group_norms(squares)
+        return state, Metrics(loss, norm, *counts, further, scaled, usual, spikes)
+
+    def group_norms(self, squares: Tree) -> Further:
+        """Return the norms of the groups of a gradient, where they are reported, from its sums of squares."""
+        return group_norms(squares) if self.norms else {}
 
     def weights_of(self, state: TrainState) -> Params:
         """Return the weights that a step from this state computes with."""
@@ -307,18 +318,22 @@ class Step:
         return joined(state.weights, self.forward.weights(state.frozen)) if state.frozen else state.weights
 
     def updated(
-        self, state: TrainState, grads: Grads, aux: Aux, extra: Mapping[str, Any] = MappingProxyType({})
-    ) -> tuple[TrainState, Float[Array, ""]]:
-        """Return (the state after the update by a gradient and aux, the norm of the gradient before clipping).
+        self,
+        state: TrainState,
+        grads: Grads,
+        norm: Float[Array, ""],
+        aux: Aux,
+        extra: Mapping[str, Any] = MappingProxyType({}),
+    ) -> TrainState:
+        """Return the state after the update by a gradient of this norm, which is clipped first, and by aux.
 
         `extra` are further arguments of the optimizer's update.
         """
-        norm = optax.tree.norm(grads)
         learning = part_of(state.params, grads)
         rule = optax.with_extra_args_support(self.optimizer)
         updates, optimizer = rule.update(clip(grads, norm, self.max_norm), state.optimizer, learning, **extra)
         params = joined(state.params, cast(Params, optax.apply_updates(learning, updates)))
-        return state._replace(params=self.forward.steered(params, aux), optimizer=optimizer), norm
+        return state._replace(params=self.forward.steered(params, aux), optimizer=optimizer)
 
     def settled(self, state: TrainState, updated: TrainState, made: Bool[Array, ""]) -> TrainState:
         """Return `updated` where that update is `made`; otherwise `state`, with one more skipped step."""
