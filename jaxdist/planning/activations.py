@@ -163,20 +163,17 @@ def working(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str, l
 
 def in_layer(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str) -> int:
     """Return the bytes that one layer's backward pass needs while it runs."""
-    return rows * in_layer_of_row(m, layout, width, remat) + scores_in_layer(m, layout, rows, width)
-
-
-def in_layer_of_row(m: ModelConfig, layout: Layout, width: int, remat: str) -> int:
-    """Return these bytes for a row, without scores: what is recomputed, and as much in gradients as "none" keeps."""
+    # What is recomputed, and as much in gradients as "none" keeps.
     recomputed = max(0, saved_per_token(m, layout, "named") - saved_per_token(m, layout, remat))
     gradients = saved_per_token(m, layout, "none")
     # The rows of experts are sent again, and come back as gradients.
     dispatched = 2 * _widths(m, layout).rows
     values = recomputed + gradients + dispatched
-    return own_length(m, layout) * (width * values + _travelling(m, layout, width))
+    of_token = width * values + _travelling(m, layout, width)
+    return rows * own_length(m, layout) * of_token + _scores_in_layer(m, layout, rows, width)
 
 
-def scores_in_layer(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
+def _scores_in_layer(m: ModelConfig, layout: Layout, rows: int, width: int) -> int:
     """Return the bytes of attention's scores: three arrays in f32, for one block of queries and the keys that it sees.
 
     cuDNN's attention never writes its scores to memory.

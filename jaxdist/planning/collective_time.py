@@ -20,9 +20,7 @@ import numpy as np
 
 from jaxdist.mesh import AXES, device_order
 from jaxdist.planning.clusters import UNLIMITED, Cluster, Link
-from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
-
-Numbers = np.ndarray | float
+from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Numbers
 
 START = 8.4e-6
 """Seconds before the first hop: the base latency of NCCL's model, protocol Simple."""

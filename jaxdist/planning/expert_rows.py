@@ -12,9 +12,7 @@ import numpy as np
 
 from jaxdist.config import ModelConfig
 from jaxdist.parallel.experts import rounds_for
-from jaxdist.planning.predicted_collectives import Count
-
-Numbers = np.ndarray | float
+from jaxdist.planning.predicted_collectives import Count, Numbers
 
 IMBALANCE = 1.25
 """The longest queue over the mean, as predictions of time assume it. With popularities that differ by about 10 %, 8192

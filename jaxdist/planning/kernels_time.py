@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxdist.planning.predicted_collectives import Numbers
 from jaxdist.planning.rates import Rates
-
-Numbers = np.ndarray | float
 
 ATTENTION_BACKWARD = 2.5
 """The time of fused attention's backward pass over that of its forward pass: it computes the scores again (Dao 2023,

@@ -16,7 +16,8 @@ from jaxdist.planning import expert_rows, kernels_time
 from jaxdist.planning.activations import stashed_per_token
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.kernels_time import Both, Numbers, Speed, Units
+from jaxdist.planning.kernels_time import Both, Speed, Units
+from jaxdist.planning.predicted_collectives import Numbers
 from jaxdist.planning.rates import Rates
 from jaxdist.planning.timing import attention_flops_per_token, has_window
 from jaxdist.sharding import Layout
@@ -76,6 +77,11 @@ def layer_times(
     forward = matmuls.forward + attends.forward + moves
     again = np.where(recomputes_all, forward, np.where(recomputes_attention, attends.forward + moves, 0.0))
     return kernels_time.units(matmuls, attends, moves, again, np.where(recomputes_all, 1.0, 0.0), rates.launch)
+
+
+def both_passes(config: Config, forward: Numbers, backward: Numbers) -> Numbers:
+    """Return the seconds of all passes of a micro-batch: the reference of adapters is one more forward pass."""
+    return forward + backward + config.refers_in_step * forward
 
 
 def times_of_layer(config: Config, layout: Layout, tokens: float, cluster: Cluster, split: bool = False) -> Times:

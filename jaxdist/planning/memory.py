@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import NamedTuple
 
 import jax
@@ -32,7 +31,7 @@ import numpy as np
 
 from jaxdist.config import Config
 from jaxdist.config.spikes import WINDOW
-from jaxdist.config.stacks import path_to, stacks_of
+from jaxdist.config.stacks import stacks_of
 from jaxdist.mesh.split import Split, compute_width
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.crossing import with_replicas
@@ -40,11 +39,10 @@ from jaxdist.planning import pipeline_memory, step_bytes
 from jaxdist.planning.activations import saved_per_token, working
 from jaxdist.planning.frozen import made_of_codes
 from jaxdist.planning.memory_habits import UPDATED, Arrays, as_held
-from jaxdist.planning.parameter_layout import Placed, by_precision
+from jaxdist.planning.parameter_layout import Placed, by_precision, elements_of
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import F32, Count
 from jaxdist.planning.sharded_model import ShardedModel
-from jaxdist.planning.step_bytes import Elements
 from jaxdist.sharding import Layout
 
 
@@ -338,22 +336,3 @@ def weights(config: Config, parameters: list[Placed], zero: Count, layout: Layou
     cut = step_bytes.cut_out(compute_width(config), layout)
     frozen = sum(p.at_once for p in parameters if p.stacked and not p.trained)
     return total + np.where(np.asarray(zero) < 3, cut * frozen, 0)
-
-
-def elements_of(config: Config, parameters: list[Placed]) -> Elements:
-    """Return the elements of all parameters; the largest of those outside the layers counts as there at once.
-
-    Tables are used one after the other, and so are layers. A model without layers has all its parameters in use at
-    once.
-    """
-    paths = [path_to(name) for name in stacks_of(config.model)]
-    layers = [sum(p.at_once for p in parameters if p.name.startswith(path)) for path in paths]
-    tables = [p.use for p in parameters if not p.stacked]
-    has_layers = any(p.stacked for p in parameters)
-    return Elements(
-        held=sum(p.held for p in parameters),
-        rest=sum(p.rest for p in parameters),
-        use=sum(p.use for p in parameters),
-        layer=reduce(np.maximum, layers) if has_layers else sum(tables),
-        outside=reduce(np.maximum, tables, 0) if has_layers else 0,
-    )

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import reduce
 
 import jax
+import numpy as np
 
 from jaxdist.config import Config
 from jaxdist.config.precision import PRECISIONS, Precision
+from jaxdist.config.stacks import path_to, stacks_of
 from jaxdist.mesh.split import compute_width
 from jaxdist.parallel import placing
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.placement import Placement, Placements
 from jaxdist.planning.predicted_collectives import F32, Count
+from jaxdist.planning.step_bytes import Elements
 from jaxdist.sharding import LAYERS, Layout, Params, name_of
 
 
@@ -93,6 +97,25 @@ def by_precision(config: Config, parameters: list[Placed]) -> dict[tuple[Precisi
             kind = (PRECISIONS["float32"], used) if p.stored == used else (PRECISIONS["bfloat16"], width)
         groups.setdefault(kind, []).append(p)
     return groups
+
+
+def elements_of(config: Config, parameters: list[Placed]) -> Elements:
+    """Return the elements of all parameters; the largest of those outside the layers counts as there at once.
+
+    Tables are used one after the other, and so are layers. A model without layers has all its parameters in use at
+    once.
+    """
+    paths = [path_to(name) for name in stacks_of(config.model)]
+    layers = [sum(p.at_once for p in parameters if p.name.startswith(path)) for path in paths]
+    tables = [p.use for p in parameters if not p.stacked]
+    has_layers = any(p.stacked for p in parameters)
+    return Elements(
+        held=sum(p.held for p in parameters),
+        rest=sum(p.rest for p in parameters),
+        use=sum(p.use for p in parameters),
+        layer=reduce(np.maximum, layers) if has_layers else sum(tables),
+        outside=reduce(np.maximum, tables, 0) if has_layers else 0,
+    )
 
 
 def lay_out(

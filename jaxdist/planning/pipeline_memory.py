@@ -7,18 +7,17 @@ in 1F1B.
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxdist.config import Config
-from jaxdist.config.stacks import path_to, stacks_of
+from jaxdist.config.stacks import stacks_of
 from jaxdist.mesh.split import compute_width
 from jaxdist.planning import step_bytes
 from jaxdist.planning.activations import saved_per_token, stashed_per_token, working
 from jaxdist.planning.memory_habits import STASH_IN_BRANCH, Arrays, as_held
-from jaxdist.planning.parameter_layout import Placed, by_precision
+from jaxdist.planning.parameter_layout import Placed, by_precision, elements_of
 from jaxdist.planning.pipelines import Pipeline
 from jaxdist.planning.predicted_collectives import F32, Count
 from jaxdist.planning.sharded_model import ShardedModel
@@ -26,18 +25,11 @@ from jaxdist.planning.step_bytes import Elements
 from jaxdist.sharding import Layout
 
 
-def _elements(config: Config, parameters: list[Placed], stacked: bool) -> Elements:
-    """Return the elements of the layers, or of the parameters that belong to none."""
-    group = [p for p in parameters if p.stacked == stacked]
-    paths = [path_to(name) for name in stacks_of(config.model)]
-    layers = [sum(p.at_once for p in group if p.name.startswith(path)) for path in paths]
-    return Elements(
-        held=sum(p.held for p in group),
-        rest=sum(p.rest for p in group),
-        use=sum(p.use for p in group),
-        layer=reduce(np.maximum, layers) if stacked else 0,
-        outside=0 if stacked else sum(p.use for p in group),
-    )
+def _apart(config: Config, parameters: list[Placed]) -> tuple[Elements, Elements]:
+    """Return the elements of the layers, and of the parameters that all ranks share."""
+    layers = [p for p in parameters if p.stacked]
+    shared = [p for p in parameters if not p.stacked]
+    return elements_of(config, layers), elements_of(config, shared)
 
 
 def gradients(config: Config, parameters: list[Placed], zero: Count) -> Count:
@@ -45,9 +37,7 @@ def gradients(config: Config, parameters: list[Placed], zero: Count) -> Count:
 
     `step_bytes.pipeline_gradients` has the equation.
     """
-    learned = [p for p in parameters if p.trained]
-    layers = _elements(config, learned, stacked=True)
-    shared = _elements(config, learned, stacked=False)
+    layers, shared = _apart(config, [p for p in parameters if p.trained])
     return step_bytes.pipeline_gradients(zero, compute_width(config), layers, shared)
 
 
@@ -58,8 +48,7 @@ def weights(config: Config, parameters: list[Placed], zero: Count, layout: Layou
     """
     total: Count = 0
     for (precision, width), group in by_precision(config, parameters).items():
-        layers = _elements(config, group, stacked=True)
-        shared = _elements(config, group, stacked=False)
+        layers, shared = _apart(config, group)
         total = total + step_bytes.pipeline_weights(zero, width, layers, shared, virtual, precision, layout)
     return total
 
@@ -166,15 +155,14 @@ def in_flight(sharded: ShardedModel, pipe: Pipeline) -> int:
     is one message in each direction.
     """
     split = sharded.split
-    layers = _elements(sharded.config, sharded.parameters, stacked=True)
-    learned = [p for p in sharded.parameters if p.trained]
-    shared = _elements(sharded.config, learned, stacked=False)
+    weights_held = sum(p.rest for p in sharded.parameters if p.stacked)
+    shared_in_use = sum(p.use for p in sharded.parameters if p.trained and not p.stacked)
     S = pipe.stages.ranks
     unit = _unit(sharded, pipe)
     # Dropout needs two words of keys for each row.
     batch = step_bytes.micro_batch(split, drawn=2)
     # The batch's number and count of tokens, its loss, and the square of its gradient's norm.
     numbers = 4 * F32
-    of_batch = split.width * layers.rest + unit.kept(pipe.recomputes) + batch + numbers
+    of_batch = split.width * weights_held + unit.kept(pipe.recomputes) + batch + numbers
     round_number = F32
-    return int(S * of_batch + (S // 2 + 1) * F32 * shared.use + 2 * unit.stream + round_number)
+    return int(S * of_batch + (S // 2 + 1) * F32 * shared_in_use + 2 * unit.stream + round_number)

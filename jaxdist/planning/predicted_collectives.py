@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxdist.mesh import AXES
 from jaxdist.sharding import Layout
 
@@ -25,6 +27,9 @@ INT32 = 4
 
 Count = Any
 """A whole number, or where many steps are predicted at once an array of them, with one for each step."""
+
+Numbers = np.ndarray | float
+"""The same of any numbers."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,8 @@ import numpy as np
 from jaxdist.config.precision import Precision
 from jaxdist.mesh.split import Split
 from jaxdist.planning.memory_habits import CUT_OUT, SUM_OF_ONE, Arrays, as_held
-from jaxdist.planning.predicted_collectives import F32, INT32
+from jaxdist.planning.predicted_collectives import F32, INT32, Numbers
 from jaxdist.sharding import Layout
-
-Numbers = np.ndarray | float
 
 
 class Elements(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxdist.mesh import DATA, MODEL, PIPELINE
 from jaxdist.planning.collective_time import Group
-from jaxdist.planning.kernels_time import Numbers
+from jaxdist.planning.predicted_collectives import Numbers
 from jaxdist.planning.rates import Rates
 
 PRICES = ("optimistic", "middle", "pessimistic")

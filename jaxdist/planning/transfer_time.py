@@ -18,8 +18,8 @@ from jaxdist.mesh import REPLICA, axes_across, device_numbers
 from jaxdist.mesh.crossing import CrossingTraits
 from jaxdist.planning import collective_time
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.collective_time import Group, Numbers, group_over
-from jaxdist.planning.predicted_collectives import ALL_TO_ALL, Transfer
+from jaxdist.planning.collective_time import Group, group_over
+from jaxdist.planning.predicted_collectives import ALL_TO_ALL, Numbers, Transfer
 
 
 def merge_calls(transfers: Iterable[Transfer]) -> list[Transfer]:

@@ -38,7 +38,7 @@ from jaxdist.planning.clusters import Cluster, calibrated
 from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.communication import purpose
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.layer_time import head_seconds, runs_by_matmuls, times_of_layer
+from jaxdist.planning.layer_time import both_passes, head_seconds, runs_by_matmuls, times_of_layer
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.predicted_collectives import F32, Transfer
 from jaxdist.planning.runs import Step
@@ -302,7 +302,7 @@ def _arithmetic(step: Step, cluster: Cluster) -> tuple[float, float]:
         layers = 0.0
         for one in step.stacks:
             times = times_of_layer(one.config, layout, step.tokens, cluster).times(one.config.model.layers)
-            layers += times.F + times.B + config.refers_in_step * times.F
+            layers += both_passes(config, times.F, times.B)
         work = k * (layers + head)
         return work, work
     # Work is that of evenly split layers; the schedule runs stages with their padding.
@@ -315,7 +315,7 @@ def _arithmetic(step: Step, cluster: Cluster) -> tuple[float, float]:
     if config.refers_in_step:
         # Its pass runs the ticks of F, each of one chunk.
         lockstep += pipe.ticks("F") * padded.F / pipe.stages.virtual
-    return k * (even.F + even.B + config.refers_in_step * even.F + head), lockstep
+    return k * (both_passes(config, even.F, even.B) + head), lockstep
 
 
 @dataclass(frozen=True)

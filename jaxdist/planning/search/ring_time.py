@@ -23,9 +23,8 @@ import numpy as np
 from jaxdist.mesh import CONTEXT
 from jaxdist.mesh.split import compute_width
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.collective_time import Numbers
 from jaxdist.planning.layer_time import attention
-from jaxdist.planning.predicted_collectives import F32, PERMUTE, transfer
+from jaxdist.planning.predicted_collectives import F32, PERMUTE, Numbers, transfer
 from jaxdist.planning.runs import Step
 from jaxdist.planning.step_time import exposed
 from jaxdist.planning.transfer_time import seconds

@@ -18,19 +18,20 @@ import numpy as np
 
 from jaxdist.config import Config
 from jaxdist.config.stacks import forms_of
-from jaxdist.mesh import AXES, CONTEXT, EXPERT, MODEL, PIPELINE, REPLICA, abstract_mesh
+from jaxdist.mesh import AXES, CONTEXT, EXPERT, MODEL, PIPELINE, REPLICA
+from jaxdist.mesh.split import Split
 from jaxdist.models import Model, build_decoder
 from jaxdist.parallel.crossing import crossing_of
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, partial_ticks, residual_slots
 from jaxdist.parallel.pipeline.simulate import EQUAL, Times
 from jaxdist.planning import memory, pipeline_memory, step_bytes
-from jaxdist.planning.activations import in_layer_of_row, in_loss, saved_per_token, scores_in_layer, stashed_per_token
+from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.collective_time import Numbers, group_over, seconds_of
+from jaxdist.planning.collective_time import group_over, seconds_of
 from jaxdist.planning.exposure import rates_in
 from jaxdist.planning.kernels_time import Units
-from jaxdist.planning.layer_time import head_seconds, layer_times
-from jaxdist.planning.parameter_layout import Placed
+from jaxdist.planning.layer_time import both_passes, head_seconds, layer_times
+from jaxdist.planning.parameter_layout import Placed, elements_of
 from jaxdist.planning.pipeline_memory import (
     ROUGH_MESSAGES,
     Depths,
@@ -40,15 +41,15 @@ from jaxdist.planning.pipeline_memory import (
     recomputed,
     rough_stash,
 )
-from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, F32, REDUCE_SCATTER
+from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, F32, REDUCE_SCATTER, Numbers
 from jaxdist.planning.search.candidates import BRANCHING, MESH, RING, SPLIT, Columns, devices_along
 from jaxdist.planning.search.distinct import Column, Scalar, distinct_rows, map_distinct, mapping
-from jaxdist.planning.search.estimate import Device
+from jaxdist.planning.search.estimate import layout_of
 from jaxdist.planning.search.screen_sizes import SAVED
 from jaxdist.planning.search.screen_steps import CHOICES, Steps
 from jaxdist.planning.search.traffic_time import BESIDE, BETWEEN_SITES, ONCE, step_of
 from jaxdist.planning.step_time import PESSIMISTIC, parts
-from jaxdist.sharding import RESIDUAL, RULES, Layout
+from jaxdist.sharding import Layout
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,7 @@ class Screen(Steps):
         c = self.columns
         m = self.config.model
         tokens = self.tokens
-        by_saved = self._by_layout(self.saved)
-        saved = by_saved(lambda layout, remat: saved_per_token(m, layout, SAVED[remat]))
+        saved = self._by_layout(self.saved)(lambda layout, remat: saved_per_token(m, layout, SAVED[remat]))
 
         # Where the loop over micro-batches lies inside the layers, each layer saves the activations of all.
         flat = self.together * m.layers * saved
@@ -155,11 +155,11 @@ class Screen(Steps):
         recomputes = self._remat("stage")
         staged = buffers(slots, unit, recomputes) + recomputed(unit, recomputes)
 
-        by_rows = self._by_layout(self.rows)
-        of_row = by_saved(lambda layout, remat: in_layer_of_row(m, layout, self.width, SAVED[remat]))
-        scores = by_rows(lambda layout, rows: scores_in_layer(m, layout, rows, self.width))
-        layer = self.rows * of_row + scores
-        logits = by_rows(lambda layout, rows: in_loss(m, layout, rows, self.width))
+        def layer_of(layout: Layout, rows: int, remat: int) -> int:
+            return in_layer(m, layout, rows, self.width, SAVED[remat])
+
+        layer = self._by_layout(self.rows, self.saved)(layer_of)
+        logits = self._by_layout(self.rows)(lambda layout, rows: in_loss(m, layout, rows, self.width))
         logits = logits / np.where(self.vocab_shared, c[PIPELINE], 1)
         # The loss and the backward pass of the layers do not overlap: the larger one counts.
         moment = np.maximum(layer, logits - self._gradients_after_loss())
@@ -167,7 +167,7 @@ class Screen(Steps):
 
     def _gradients_after_loss(self) -> Column:
         """Return the bytes of gradients that do not exist yet during the loss: the backward pass makes them."""
-        elements = memory.elements_of(self.config, self.learned)
+        elements = elements_of(self.config, self.learned)
         later = step_bytes.gradients_of_layers(self.columns["zero"], self.width, elements)
         return np.where(self.staged, 0, later)
 
@@ -195,11 +195,12 @@ class Screen(Steps):
             ring=c[RING],
         )
         head = head_seconds(self.config, self.cluster, self.tokens, c[MODEL] * c[PIPELINE])
-        each = sum(units)
-        # The forward pass of a reference.
-        before = units.forward if self.config.refers_in_step else 0
-        work = c["micro"] * (m.layers / c[PIPELINE] * (each + before) + head)
-        layers = c["micro"] * each + self._bubble(units) + before * (c["micro"] + (c[PIPELINE] - 1) / c["virtual"])
+        layer = both_passes(self.config, units.forward, units.inputs + units.weights)
+        work = c["micro"] * (m.layers / c[PIPELINE] * layer + head)
+        waits = self._bubble(units)
+        if self.config.refers_in_step:
+            waits = waits + units.forward * (c[PIPELINE] - 1) / c["virtual"]
+        layers = c["micro"] * layer + waits
         return work, np.where(self.staged, self.layers_run * layers + self.heads * head, work)
 
     def _bubble(self, units: Units) -> Column:
@@ -271,12 +272,9 @@ class Screen(Steps):
 
         `sequence` is 1 where the model axis splits the residual stream, `ring` where rows lie in zigzag order.
         """
-        sizes = {CONTEXT: context, MODEL: parts}
-        mesh = abstract_mesh(dict.fromkeys(AXES, 1) | sizes)
-        rules = {name: tuple(axis for axis in axes if axis in sizes) for name, axes in RULES.items()}
-        if sequence:
-            rules[RESIDUAL] = (*rules[RESIDUAL], *rules["heads"])
-        return replace(Layout.on(mesh, rules, Device(self.cluster)), zigzag=bool(ring))
+        config = self.config.with_knobs({"parallel.sequence": bool(sequence)})
+        split = Split(config, dict.fromkeys(AXES, 1) | {CONTEXT: context, MODEL: parts})
+        return replace(layout_of(split, self.cluster), zigzag=bool(ring))
 
 
 def best(score: Column, count: int) -> list[int]:

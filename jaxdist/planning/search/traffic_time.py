@@ -13,9 +13,9 @@ from jaxdist.config import ModelConfig
 from jaxdist.mesh import CONTEXT, DATA, EXPERT, FAST, MODEL, PIPELINE, REPLICA
 from jaxdist.planning import expert_rows
 from jaxdist.planning.clusters import Cluster
-from jaxdist.planning.collective_time import Numbers, group_over
+from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.communication import purpose
-from jaxdist.planning.predicted_collectives import PERMUTE, Transfer
+from jaxdist.planning.predicted_collectives import PERMUTE, Numbers, Transfer
 from jaxdist.planning.replica_traffic import BETWEEN_REPLICAS, SECOND_FACTORS
 from jaxdist.planning.runs import Step as Sending
 from jaxdist.planning.search.ring_time import ring_seconds
