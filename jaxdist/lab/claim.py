@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +71,11 @@ class Claim:
             whole = target if of is None else of
             return abs(value - target) <= float(allowed[:-1]) / 100 * abs(whole)
         return abs(value - target) <= float(allowed)
+
+    @property
+    def documents(self) -> list[str]:
+        """The documents of the lecture, 000 to 004, that the notes name; none for what several documents say."""
+        return sorted(set(re.findall(r"\b00[0-4]\b", self.notes)))
 
     @property
     def mistakes(self) -> list[str]:

@@ -3,41 +3,63 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from jaxdist import __version__
-from jaxdist.lab.claims import Report
+import jaxdist
+from jaxdist.lab.claim import LABELS, Check
+from jaxdist.lab.claims import Report, checks
+from jaxdist.output.pictures import BLUE, GREY, RED
 
-STYLE = """
-body { font-family: system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; line-height: 1.4; }
-table { border-collapse: collapse; width: 100%; font-size: 0.9rem; }
-th, td { border-bottom: 1px solid #ccc; padding: 0.3rem 0.5rem; text-align: left; vertical-align: top; }
-pre { background: #f4f4f4; padding: 0.6rem; overflow-x: auto; font-size: 0.8rem; }
-img { max-width: 100%; }
-.passed { color: #00694b; } .FAILED { color: #b30000; font-weight: bold; } .not { color: #8a5a00; }
-.wrong { border-left: 4px solid #D55E00; padding-left: 0.6rem; }
+STYLE = f"""
+body {{ font-family: system-ui, sans-serif; line-height: 1.45; }}
+body {{ max-width: 62rem; margin: 1.5rem auto; padding: 0 1rem; }}
+h2 {{ margin-top: 2.5rem; border-bottom: 2px solid {GREY}; }}
+nav ul {{ list-style: none; padding: 0; margin: 0.2rem 0 0.8rem; }}
+nav li {{ display: inline-block; margin: 0 0.9rem 0.2rem 0; }}
+article {{ border: 1px solid #ccc; border-radius: 6px; padding: 0.2rem 1rem 0.8rem; margin: 1rem 0; }}
+article.wrong {{ border-left: 5px solid {RED}; }}
+article h3 {{ margin: 0.6rem 0 0.2rem; font-size: 1.05rem; overflow-wrap: anywhere; }}
+article .sentence {{ font-size: 1.05rem; margin: 0.3rem 0 0.6rem; }}
+dl {{ display: grid; grid-template-columns: 9rem 1fr; gap: 0.15rem 0.8rem; margin: 0.4rem 0; }}
+dt {{ color: #555; }} dd {{ margin: 0; overflow-wrap: anywhere; }}
+.figure {{ font-size: 1.15rem; font-weight: 600; }}
+pre {{ background: #f4f4f4; padding: 0.6rem; overflow-x: auto; font-size: 0.8rem; }}
+img {{ max-width: 100%; height: auto; }}
+.label {{ border-radius: 4px; padding: 0.05rem 0.4rem; font-size: 0.8rem; color: #fff; background: #555; }}
+.label.measured {{ background: #00694b; }} .label.counted {{ background: {BLUE}; }}
+.label.predicted {{ background: #8a5a00; }}
+.passed {{ color: #00694b; }} .FAILED {{ color: #b30000; font-weight: bold; }} .not {{ color: #8a5a00; }}
+@media (max-width: 40rem) {{ dl {{ grid-template-columns: 1fr; }} dt {{ margin-top: 0.3rem; }} }}
+@media print {{
+  body {{ max-width: none; font-size: 10pt; }} article {{ break-inside: avoid; }} details {{ display: none; }}
+  pre {{ white-space: pre-wrap; }} img {{ max-height: 9cm; }} a {{ color: inherit; text-decoration: none; }}
+}}
 """
 
 
 def page(reports: Sequence[Report]) -> str:
-    """Return HTML with a table of all claims, then the measurements topic by topic, with pictures inlined."""
+    """Return HTML with an index by document and topic, then a card for each claim, with pictures inlined."""
+    known = checks()
     body = [
-        "<h1>What the lecture claims, computed and measured</h1>",
-        f"<p>{escape(summary(reports))}. Every number was computed or measured by jaxdist {__version__} while this "
-        "page was made; what is expected stands in the claims' table alone.</p>",
-        _table(reports),
+        "<h1>What the lecture claims, and whether it holds</h1>",
+        f"<p>{escape(summary(reports))}. Every figure came about by jaxdist {jaxdist.__version__} while this page was "
+        "made; what is expected stands in the claims' table alone.</p>",
+        _labels(),
+        _index(reports),
     ]
     # Claims can share a picture; it is shown with the first of them.
-    shown: set[str] = set()
+    shown: dict[str, str] = {}
     for topic, group in groupby(reports, key=lambda report: report.claim.topic):
-        body.append(f"<h2>{escape(topic)}</h2>")
-        body += [_section(report, shown) for report in group]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        body.append(f'<h2 id="{_anchor(topic)}">{escape(topic)}</h2>')
+        body += [_card(report, known.get(report.claim.id), shown) for report in group]
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>The lecture's claims</title><style>{STYLE}</style>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
 
@@ -55,48 +77,111 @@ def summary(reports: Sequence[Report]) -> str:
     return ", ".join(parts)
 
 
-def _table(reports: Sequence[Report]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("claim", "expected", "measured", "", "command"))
-    return f"<table><tr>{head}</tr>\n" + "\n".join(map(_row, reports)) + "\n</table>"
+def _labels() -> str:
+    items = (f"<dt>{_badge(label)}</dt><dd>{escape(about)}</dd>" for label, about in LABELS.items())
+    return f"<dl>{''.join(items)}</dl>"
 
 
-def _row(report: Report) -> str:
+def _badge(label: str) -> str:
+    return f'<span class="label {label.split()[0]}">{label}</span>'
+
+
+def _anchor(topic: str) -> str:
+    return "topic-" + "".join(letter if letter.isalnum() else "-" for letter in topic)
+
+
+def _index(reports: Sequence[Report]) -> str:
+    """Return the claims by document of the lecture, and the same claims by topic."""
+    documents: dict[str, list[Report]] = {}
+    for report in reports:
+        for document in report.claim.documents or ["in several documents"]:
+            documents.setdefault(document, []).append(report)
+    parts = ["<nav>", "<h2>By document</h2>"]
+    for document in sorted(documents):
+        name = f"document {document}" if document.isdigit() else document
+        parts.append(f"<strong>{name}</strong>{_links(documents[document], status=False)}")
+    parts.append("<h2>By topic</h2>")
+    for topic, group in groupby(reports, key=lambda report: report.claim.topic):
+        parts.append(f'<strong><a href="#{_anchor(topic)}">{escape(topic)}</a></strong>{_links(group, status=True)}')
+    return "\n".join([*parts, "</nav>"])
+
+
+def _links(reports: Iterable[Report], status: bool) -> str:
+    items = []
+    for report in reports:
+        link = f'<a href="#{escape(report.claim.id)}">{escape(report.claim.id)}</a>'
+        items.append(f"<li>{link} {_status(report)}</li>" if status else f"<li>{link}</li>")
+    return f"<ul>{''.join(items)}</ul>"
+
+
+def _status(report: Report) -> str:
+    return f'<span class="{report.status}">{report.status}</span>'
+
+
+def _card(report: Report, check: Check | None, shown: dict[str, str]) -> str:
+    """Return the card of one claim; a picture that is shown already is linked to."""
     claim = report.claim
-    wrong = ""
+    rows = [("expected", escape(claim.wanted)), (claim.label, f'<span class="figure">{escape(report.value)}</span>')]
     if claim.corrects:
-        wrong = f"<br><em>Correction: {escape(claim.notes)}.</em>"
-    cells = [
-        f'<a href="#{escape(claim.id)}">{escape(claim.claim)}</a>{wrong}',
-        escape(claim.wanted),
-        escape(report.value),
-        f'<span class="{report.status}">{report.status}</span>',
-        f"<code>{escape(claim.command)}</code>",
-    ]
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-
-
-def _section(report: Report, shown: set[str]) -> str:
-    """Return the measurement of one claim; its picture is added to `shown`, and left out if it is there already."""
-    claim = report.claim
-    text = escape("\n".join(report.lines()))
+        rows.append(("Correction", f"Correction: {escape(claim.notes)}."))
+    elif claim.notes:
+        rows.append(("notes", escape(claim.notes)))
+    rows.append(("command", f"<code>{escape(claim.command)}</code>"))
+    failing = _failing(report, check)
+    if failing:
+        rows.append(("fails if", failing))
     kind = ' class="wrong"' if claim.corrects else ""
-    status = f'<span class="{report.status}">{report.status}</span>'
     parts = [
-        f'<h3 id="{escape(claim.id)}">{escape(claim.id)} {status}</h3>',
-        f"<pre{kind}>{text}</pre>",
+        f'<article{kind} id="{escape(claim.id)}">',
+        f"<h3>{escape(claim.id)} {_badge(claim.label)} {_status(report)}</h3>",
+        f'<p class="sentence">{escape(claim.claim)}</p>',
+        _picture(report, shown),
+        "<dl>" + "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in rows) + "</dl>",
     ]
-    if report.outcome is not None and report.outcome.picture is not None:
-        picture = _picture(report)
-        if picture not in shown:
-            shown.add(picture)
-            parts.append(f'<img alt="{escape(claim.claim)}" src="data:image/png;base64,{picture}">')
-    return "\n".join(parts)
+    if report.outcome is None:
+        parts.append(f"<p>{escape(report.reason)}</p>")
+    elif report.outcome.lines:
+        lines = escape("\n".join(report.outcome.lines))
+        parts.append(f"<pre>{lines}</pre>")
+    if check is not None:
+        parts.append(_code(check))
+    return "\n".join([*filter(None, parts), "</article>"])
 
 
-def _picture(report: Report) -> str:
-    """Draw the picture of a measurement; returns the PNG in base64."""
+def _failing(report: Report, check: Check | None) -> str:
+    """Return the mistakes of the system and the changed setting with which the claim fails."""
+    told = [escape(mistake) for mistake in report.claim.mistakes]
+    if check is not None:
+        told += [f"the setting is {escape(name)} = {escape(_value(value))}" for name, value in check.control.items()]
+    return "; ".join(told)
+
+
+def _value(value: object) -> str:
+    return getattr(value, "__name__", None) or str(value)
+
+
+def _code(check: Check) -> str:
+    """Return the function that a check calls: its place, and its text to open."""
+    function = check.measure.func if isinstance(check.measure, partial) else check.measure
+    lines, first = inspect.getsourcelines(function)
+    place = Path(inspect.getsourcefile(function)).relative_to(Path(jaxdist.__file__).parents[1]).as_posix()
+    where = f"<code>{place}</code>, line {first}: <code>{function.__name__}</code>"
+    # What looks like the beginning of an address in code would be taken for one.
+    text = escape("".join(lines)).replace("//", "/&#47;")
+    return f"<details><summary>the code that measures it: {where}</summary><pre>{text}</pre></details>"
+
+
+def _picture(report: Report, shown: dict[str, str]) -> str:
+    """Draw the picture of a measurement; returns it as a PNG in base64, or a link to the claim that shows it."""
+    if report.outcome is None or report.outcome.picture is None:
+        return ""
     # Pictures are drawn to files, and inlined because the page is one file.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "picture.png"
         report.outcome.picture(path)
-        return base64.b64encode(path.read_bytes()).decode()
+        picture = base64.b64encode(path.read_bytes()).decode()
+    claim = report.claim
+    first = shown.setdefault(picture, claim.id)
+    if first != claim.id:
+        return f'<p>Its picture stands with <a href="#{escape(first)}">{escape(first)}</a>.</p>'
+    return f'<img alt="{escape(claim.claim)}" src="data:image/png;base64,{picture}">'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxdist.output.pictures import BLUE, GREEN, GREY, ORANGE, RED, blank, write_picture
-from jaxdist.planning.hardware import CARDS, GPUS
+from jaxdist.output.units import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,51 +35,50 @@ def bars(columns: Mapping[str, Mapping[str, float]], unit: str, title: str, path
     write_picture(path, figure, dpi=DPI)
 
 
-def roofline(path: Path) -> None:
-    """Draw the FLOP/s that GPUs reach over the FLOPs for each byte of memory (Williams et al. 2009)."""
-    figure = blank(7, 4.2)
-    axes = figure.add_subplot(
-        xscale="log",
-        yscale="log",
-        xlabel="FLOPs for a byte of memory",
-        ylabel="bfloat16 FLOP/s at most",
-        title="roofline: left of its bend a GPU waits for memory",
-    )
-    intensity = np.logspace(-1, 4, 200)
-    modules = {name: gpu for name, gpu in GPUS.items() if name not in CARDS}
-    for number, (name, gpu) in enumerate(modules.items()):
-        colour = f"C{number}"
-        # From here on, the peak is the limit and not the memory.
-        bend = gpu.peak / gpu.bandwidth
-        line = np.minimum(gpu.peak, gpu.bandwidth * intensity)
-        axes.plot(intensity, line, color=colour, label=f"{name}: bend at {bend:.0f}")
-        axes.plot(bend, gpu.peak, "o", color=colour)
-    for words, place in (("matrix x vector", 1), ("square product of 4096", 4096 / 3)):
-        axes.axvline(place, color=GREY, linestyle=":")
-        axes.text(place, axes.get_ylim()[0] * 1.5, words, rotation=90, ha="right", color=GREY)
-    axes.legend()
-    axes.grid(alpha=0.3)
+def years(found: Mapping[str, tuple[float, float]], title: str, path: Path) -> None:
+    """Draw for each GPU the years without its matrix units and with them, as bars on a logarithmic axis."""
+    figure = blank(8, 0.9 + 0.75 * len(found))
+    axes = figure.add_subplot(xscale="log", xlabel="years on one GPU, at its peak", title=title)
+    ways = (("float32, without matrix units", BLUE), ("bfloat16, with matrix units", ORANGE))
+    for number, (label, colour) in enumerate(ways):
+        for place, times in enumerate(found.values()):
+            at = place + (number - 0.5) * 0.38
+            axes.barh(at, times[number], height=0.34, color=colour, label=label if not place else None)
+            axes.text(times[number] * 1.05, at, f"{times[number]:.3g}", va="center")
+    axes.set_yticks(range(len(found)), list(found))
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12 - 0.5 / len(found)), ncols=2, frameon=False)
     write_picture(path, figure, dpi=DPI)
 
 
-def cube(path: Path, model: int, layers: Sequence[int], data: int = 2) -> None:
-    """Draw a box for each device of data x model x pipeline; `layers` are the layers of each stage."""
-    figure = blank(10, 4.6)
-    axes = figure.add_subplot(projection="3d")
-    filled = np.ones((len(layers), data, model), bool)
-    colours = np.empty(filled.shape, object)
-    # The stages with the most layers set the pace, so they have a colour of their own.
-    for stage, count in enumerate(layers):
-        colours[stage] = BLUE if count == max(layers) else ORANGE
-    axes.voxels(filled, facecolors=colours, edgecolor="white", linewidth=0.2, clip_on=False)
-    axes.set_box_aspect((6, 1.2, 2), zoom=1.4)
-    axes.set(ylabel=f"data: {data}", zlabel=f"model: {model}")
-    axes.set_xlabel(f"pipeline: {len(layers)} stages", labelpad=20)
-    axes.set_yticks(range(data + 1))
-    axes.view_init(elev=22, azim=-62)
-    stages = Counter(layers)
-    split = ", ".join(f"{stages[count]} stages of {count}" for count in sorted(stages, reverse=True))
-    axes.set_title(f"{filled.size} devices, {sum(layers)} layers: {split} (blue: the most layers)", fontsize=10)
+def grid(path: Path, model: int, layers: Sequence[int]) -> None:
+    """Draw a square for each device of model x pipeline; `layers` are the layers of each stage."""
+    from matplotlib.patches import Rectangle
+
+    figure = blank(11, 2.9)
+    stages = len(layers)
+    axes = figure.add_subplot(
+        xlim=(0, stages),
+        ylim=(0, model),
+        aspect="equal",
+        xlabel=f"pipeline: stage 1 to {stages}",
+        ylabel=f"tensor: 1 to {model}",
+    )
+    counts = sorted(set(layers), reverse=True)
+    # The stages with the most layers set the pace, and have the strongest colour.
+    colours = dict(zip(counts, (BLUE, ORANGE, GREEN, RED), strict=False))
+    for count in counts:
+        of_count = [stage for stage, own in enumerate(layers) if own == count]
+        label = f"{len(of_count)} stages of {counted(count, 'layer')}: {len(of_count) * model} devices"
+        places = [(stage, rank) for stage in of_count for rank in range(model)]
+        for stage, rank in places:
+            axes.add_patch(Rectangle((stage + 0.1, rank + 0.1), 0.8, 0.8, color=colours[count]))
+        axes.plot([], [], "s", color=colours[count], label=label)
+    axes.set_xticks([stage + 0.5 for stage in (0, *range(7, stages, 8))], [1, *range(8, stages + 1, 8)])
+    axes.set_yticks([])
+    axes.set_title(f"{model} x {stages} = {model * stages} devices, {sum(layers)} layers; each square is a device")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=len(counts), frameon=False)
     write_picture(path, figure, dpi=DPI)
 
 

@@ -20,7 +20,7 @@ from jaxdist.config import ModelConfig
 from jaxdist.data import order
 from jaxdist.data import rows as data_rows
 from jaxdist.data.rows import CutTogether
-from jaxdist.lab import ring
+from jaxdist.lab import phases, ring
 from jaxdist.lab.checks import memory, traffic
 from jaxdist.lab.reductions import algorithms, checks, execute
 from jaxdist.lab.slow_networks import replicas, server, top_k
@@ -34,6 +34,7 @@ from jaxdist.parallel.placement import Placement
 from jaxdist.parallel.region import vary
 from jaxdist.planning import pipelines
 from jaxdist.training import run, task, task_text
+from jaxdist.training.forward import step
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.loss_scale import LossScale
 
@@ -45,6 +46,7 @@ CACHES = (
     server.run,
     ring.sent,
     checks.gradient_bytes,
+    execute.counted,
     stages.Stages.cut,
 )
 """Functions that keep what they have found in a system that was whole, or broken."""
@@ -409,6 +411,46 @@ def an_overflow_changes_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LossScale, "after", lambda self, finite: self)
 
 
+def sums_leave_out_device_1(patch: pytest.MonkeyPatch) -> None:
+    psum = jax.lax.psum
+    patch.setattr(jax.lax, "psum", lambda x, axis: psum(jnp.where(jax.lax.axis_index(axis) == 1, 0, x), axis))
+
+
+def every_message_is_sent_twice(patch: pytest.MonkeyPatch) -> None:
+    apart = execute.apart
+    patch.setattr(execute, "apart", lambda function, *arguments: apart(sent_twice_there, function, *arguments))
+
+
+def sent_twice_there(function: Callable[..., Any], *arguments: Any) -> Any:
+    send = algorithms.Network.send
+    algorithms.Network.send = lambda self, message, pairs: send(self, message, pairs) + send(self, 2 * message, pairs)
+    return function(*arguments)
+
+
+def the_optimizer_state_stays_on_the_device(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(step, "to_host", lambda tree: tree)
+
+
+def nothing_is_freed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(phases.Recorder, "free", lambda self, name, *arrays: self._note(name))
+
+
+def updates_are_made_whole(patch: pytest.MonkeyPatch) -> None:
+    """Each device gathers the whole gradient, and makes the whole update, of which it keeps its shard."""
+    build = run.optimizer
+
+    def whole(*arguments: object) -> optax.GradientTransformation:
+        rule = build(*arguments)
+
+        def update(grads: Params, *more: Any) -> Any:
+            gathered = jax.tree.map(lambda g: reshard(reshard(g, P()), jax.typeof(g).sharding.spec), grads)
+            return rule.update(gathered, *more)
+
+        return rule._replace(update=update)
+
+    patch.setattr(run, "optimizer", whole)
+
+
 @dataclass(frozen=True)
 class Fault:
     """A claim, a mistake that it must notice, and the settings with which it is measured."""
@@ -430,6 +472,11 @@ class Fault:
 ONE_DEVICE = {"meshes": ("1x1x1",)}
 
 FAULTS = (
+    Fault("nccl-primitives", sums_leave_out_device_1),
+    Fault("allreduce-one-gpu", every_message_is_sent_twice, exhaustive=True),
+    Fault("zero-offload", the_optimizer_state_stays_on_the_device),
+    Fault("fsdp-largest-layer", nothing_is_freed),
+    Fault("fsdp-shardwise-update", updates_are_made_whole, exhaustive=True),
     Fault("adam-share", masters_are_in_bfloat16),
     Fault("adam-extra", a_third_moment_is_kept),
     Fault("adam-moments", the_betas_are_swapped),

@@ -78,7 +78,11 @@ def years(claim: Claim, gpu: str = "h100") -> Outcome:
         f"{on.kind}: {plain_rate(on):.3g} FLOP/s in float32 without matrix units, {on.peak:.3g} in bfloat16 with them,",
         f"with which it were {work / on.peak / YEAR:.1f} years at best.",
     )
-    return Outcome(value, claim.met(value), lines, pictures.roofline)
+    times = {}
+    for name in ("a100", "h100", "b200"):
+        times[GPUS[name].kind] = (work / plain_rate(GPUS[name]) / YEAR, work / GPUS[name].peak / YEAR)
+    title = f"training GPT-3: {work:.3g} FLOPs"
+    return Outcome(value, claim.met(value), lines, partial(pictures.years, times, title))
 
 
 def tokens_per_parameter(claim: Claim, quantile: float = 0.5) -> Outcome:

@@ -132,7 +132,7 @@ def layer_split(claim: Claim, stages: int = 64) -> Outcome:
     lines = textwrap.wrap(note, 120)
     if not lines:
         lines = ["all stages are alike"]
-    drawn = partial(pictures.cube, model=8, layers=pipe.stages.sizes)
+    drawn = partial(pictures.grid, model=8, layers=pipe.stages.sizes)
     return Outcome(value, claim.met(value) and reported, tuple(lines), drawn)
 
 
