@@ -153,11 +153,16 @@ _PARSER = TypeAdapter(Start)
 
 def starts_of(folder: RunFolder, now: Start | None = None) -> list[Start]:
     """Return the starts of the run in `folder`, and how its present or last one stands: `now`, or by its heartbeat."""
-    starts = list(_noted(folder.starts))
+    starts = earlier_starts(folder)
     newest = now or _by_heartbeat(folder)
     if newest and (not starts or starts[-1].spent.began != newest.spent.began):
         starts.append(newest)
     return starts
+
+
+def earlier_starts(folder: RunFolder) -> list[Start]:
+    """Return the starts of the run in `folder` that were over when its present or last one began."""
+    return list(_noted(folder.starts))
 
 
 def keep_start(folder: RunFolder) -> None:

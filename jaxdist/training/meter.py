@@ -105,6 +105,8 @@ class Meter:
         """The figures of that step, which the bar shows."""
         self._unwritten: dict[str, Any] | None = None
         """The figures of that step, where no line has them."""
+        self.share_kept: Callable[[], float | None] = lambda: None
+        """Returns the goodput so far, which only a line of the log has; None where it is not known."""
         self.restart()
 
     def catch_up(self) -> None:
@@ -221,7 +223,8 @@ class Meter:
         self.data_seconds = 0.0
 
     def _write(self, values: dict[str, Any]) -> None:
-        self.log.metrics(values)
+        share = self.share_kept()
+        self.log.metrics(values if share is None else values | {"goodput": share})
         self._unwritten = None
         self.restart()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import jax
@@ -22,7 +23,7 @@ from jaxdist.training import history
 from jaxdist.training.ending import CANNOT_RESUME, where_it_resumes
 from jaxdist.training.forward.asked import Batch
 from jaxdist.training.forward.step import TrainState
-from jaxdist.training.goodput import Start, goodput, starts_of
+from jaxdist.training.goodput import Goodput, Start, earlier_starts, goodput
 from jaxdist.training.meter import Meter
 from jaxdist.training.metrics import Log
 from jaxdist.training.plots import plot_loss
@@ -110,6 +111,8 @@ class Trainer:
     def train(self) -> int:
         """Take the steps of the run that are left. Returns the exit code."""
         state = self.start()
+        if leader():
+            self.meter.share_kept = lambda: self.goodput().share
         self.meter.restart()
         self.compile()
         if self.validation_overdue():
@@ -264,11 +267,20 @@ class Trainer:
             self.say_goodput()
             plot_loss(self.folder.metrics, self.folder.plot, self.save_policy.baseline)
 
-    def say_goodput(self) -> None:
-        """Say how much of the run's time went into steps that it has kept, of a run that was not short."""
+    def goodput(self) -> Goodput:
+        """Return how the time of the run divides so far, over all of its starts; the leader alone calls this."""
         watchdog = self.job.watchdog
         now = Start(watchdog.clock.read(), watchdog.step, time.time())
-        found = goodput(starts_of(self.folder, now))
+        return goodput([*self._earlier, now])
+
+    @cached_property
+    def _earlier(self) -> list[Start]:
+        """The starts before this one, of which a file tells that nobody else changes meanwhile."""
+        return earlier_starts(self.folder)
+
+    def say_goodput(self) -> None:
+        """Say how much of the run's time went into steps that it has kept, of a run that was not short."""
+        found = self.goodput()
         if found.total >= LEAST_GOODPUT:
             self.log.say(f"goodput     {found}")
 

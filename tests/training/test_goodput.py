@@ -3,7 +3,9 @@
 import json
 import os
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxdist.cluster import phase_clock
@@ -26,7 +28,9 @@ from jaxdist.doctor import watching
 from jaxdist.process.exit_codes import DONE, STOPPED
 from jaxdist.training.comparison import read_run
 from jaxdist.training.goodput import Goodput, goodput, keep_start, starts_of
+from jaxdist.training.meter import Meter
 from jaxdist.training.run_dir import RunFolder
+from jaxdist.training.trainer import Trainer
 
 BEGAN = 1_000_000.0
 
@@ -106,6 +110,25 @@ def test_doctor_and_compare_say_it(three_starts):
     assert result["goodput"]["share"] == pytest.approx(1000 / (end - BEGAN))
     assert watching.lines(result)[-1].startswith("goodput: 72.1 % of 0:23:07 in steps")
     assert read_run(folder.path).goodput == pytest.approx(1000 / (end - BEGAN))
+
+
+def test_a_line_of_metrics_has_the_share_so_far(three_starts):
+    """By the clock of the present start and the file of those before it, whose last the heartbeat has not replaced."""
+    folder, _ = three_starts
+    present = replace(starts_of(folder)[-1], ended=None)
+    clock = SimpleNamespace(read=lambda: present.spent)
+    job = SimpleNamespace(watchdog=SimpleNamespace(clock=clock, step=present.step))
+    loop = Trainer(*[None] * 13, folder=folder, job=job)
+    assert loop.goodput() == goodput(starts_of(folder))
+    told = []
+    log = SimpleNamespace(metrics=told.append)
+    meter = Meter(
+        SimpleNamespace(mesh=jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]), steps=1, predicted=None), log
+    )
+    meter.share_kept = lambda: loop.goodput().share
+    meter._write({"step": 1000})
+    (line,) = told
+    assert line["goodput"] == pytest.approx(1000 / (200 + 500 + 300 + 100 + 111 + 5 + 21 + 10 + 20 + 119 + 1), rel=1e-6)
 
 
 def test_going_back_loses_the_steps_of_several_starts(three_starts):

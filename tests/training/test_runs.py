@@ -40,7 +40,7 @@ pytestmark = pytest.mark.smoke
 
 KEYS = {
     "step", "time", "loss", "grad_norm", "learning_rate", "tokens", "step_seconds", "data_seconds", "tokens_per_second",
-    "mfu", "memory_bytes", "skipped",
+    "mfu", "memory_bytes", "skipped", "goodput",
 }  # fmt: skip
 
 
