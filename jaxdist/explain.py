@@ -160,7 +160,13 @@ def _compiled(
     sequence = bool(layout.sequence_parallel)
     across = across_hosts(mesh, host_of)
     options = xla_options.options(
-        layout.platform, mesh.size, across, sequence, split.sends_several, config.train.deterministic
+        layout.platform,
+        mesh.size,
+        across,
+        sequence,
+        split.sends_several,
+        config.train.deterministic,
+        config.numbers.float8,
     )
     if options:
         notes.append(f"compiled with {xla_options.as_flags(options)}, as train does")

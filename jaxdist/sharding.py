@@ -157,6 +157,8 @@ class Layout:
     manual: bool = False
     """Whether the code runs inside a manual region, as all of a pipeline does. Arrays there are per-device shards,
     specs are empty, and `parallel.tensor` writes the collectives explicitly."""
+    float8: bool = False
+    """Whether matmuls with the weights of layers multiply numbers of 8 bits."""
     zigzag: bool = False
     """Whether rows that `context` splits lie in zigzag order, for ring attention; else in order, for Ulysses."""
 
@@ -187,7 +189,7 @@ class Layout:
         device: jax.Device | None = None,
     ) -> Layout:
         """Return the layout that `split` asks for on its mesh; `device` is that of `on`."""
-        return replace(cls.on(mesh, rules(split), device), zigzag=split.ring)
+        return replace(cls.on(mesh, rules(split), device), float8=split.config.numbers.float8, zigzag=split.ring)
 
     def without(self, axis: str) -> Layout:
         """Return the layout of a part of the mesh that does not reach along `axis`."""

@@ -57,7 +57,7 @@ def check_values(
 ) -> None:
     """Raise `ValueError` for values that the type annotations exclude."""
     _check_choice("zero", zero, get_args(Zero))
-    _check_choice("precision", precision, tuple(PRECISIONS))
+    _check_choice("precision", precision, tuple(name for name, row in PRECISIONS.items() if not row.float8))
     _check_choice("scope", scope, get_args(Scope))
     if not isinstance(mesh, str):
         raise ValueError(f"mesh is {mesh!r}; write it as text, '4x1x1' or 'data=4'")

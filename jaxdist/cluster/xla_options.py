@@ -73,6 +73,14 @@ DETERMINISTIC = Option(
     also="xla_gpu_deterministic_ops",
 )
 """Of runs that ask for it (`train.deterministic`) alone, also on one GPU and with every jaxlib."""
+FLOAT8 = Option(
+    "xla_gpu_enable_triton_gemm",
+    "matmuls in fp8 become calls of cuBLASLt, for which XLA has a pattern. Kernels of Triton would take them first, "
+    "and XLA drop the conversions to fp8: in a program that is compiled without a GPU, all matmuls are in "
+    "bfloat16 then (benchmarks/results/2026-11-29-fp8-target.txt)",
+    False,
+)
+"""Of runs in fp8 alone, also on one GPU and with every jaxlib."""
 
 
 class Choice(NamedTuple):
@@ -110,6 +118,7 @@ def options(
     sequence: bool = False,
     several: bool = False,
     deterministic: bool = False,
+    float8: bool = False,
 ) -> dict[str, bool | str | int]:
     """Return `jax.jit(compiler_options=...)` of a step on `devices` devices; options in XLA_FLAGS are left out.
 
@@ -117,7 +126,7 @@ def options(
     own. `across` says whether an axis over which ZeRO shards spans hosts. With `sequence` parallelism too there are no
     others then: XLA would also gather a layer's activations ahead, and repeat their matmuls: 2,840 of them instead of
     1,944 for Llama 8B on 128 H100s, and 750 GiB of memory traffic instead of 542 (0.11.2). `deterministic` says whether
-    each run of the program is to compute the same bits.
+    each run of the program is to compute the same bits, `float8` whether matmuls are in fp8.
     """
     if platform == "cpu":
         return {}
@@ -131,19 +140,21 @@ def options(
             chosen = (*chosen, OVERLAP)
     if deterministic:
         chosen = (*chosen, DETERMINISTIC)
+    if float8:
+        chosen = (*chosen, FLOAT8)
     set_by_user = names_in(os.environ.get("XLA_FLAGS", ""))
     return {option.name: option.value for option in chosen if not set_by_user & {option.name, option.also}}
 
 
 def options_for(
-    mesh: jax.sharding.Mesh, sequence: bool, several: bool = False, deterministic: bool = False
+    mesh: jax.sharding.Mesh, sequence: bool, several: bool = False, deterministic: bool = False, float8: bool = False
 ) -> dict[str, bool | str | int]:
     """Return `options` for the devices of a mesh, which may be abstract. All processes call it."""
     platform = mesh.devices.flat[0].platform
     if platform == "cpu":
         return {}
     across = across_hosts(mesh, host_names(mesh.devices.flat))
-    return options(platform, mesh.size, across, sequence, several, deterministic)
+    return options(platform, mesh.size, across, sequence, several, deterministic, float8)
 
 
 def options_for_init(platform: str) -> dict[str, int]:

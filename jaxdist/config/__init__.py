@@ -358,7 +358,7 @@ class Config(Section):
     mesh: str = "-1x1x1"
     """data x model x pipeline, such as 4x1x1, or by name: data=4,replica=2; -1 fills an axis; auto: train plans it."""
     precision: Literal["auto", PrecisionName] = "auto"
-    """bfloat16, float16 (loss scaled): f32 parameters; mixed: f32 masters in the optimizer; auto: bfloat16 on GPUs."""
+    """bfloat16, float16, fp8 (matmuls): f32 parameters; mixed: f32 masters in the optimizer; auto: by device."""
     run_dir: FilePath | None = None
     """Folder of the run; none: runs/ and the name of the configuration, or of the folder of Hugging Face."""
     resume: Resume = "auto"
@@ -422,7 +422,7 @@ class Config(Section):
         """
         if self.precision == "auto":
             return self.model_copy(update={"precision": meaning_of_auto(cpu, capability)})
-        problem = self.numbers.missing(capability)
+        problem = "" if cpu else self.numbers.missing(capability)
         if problem:
             raise RequestError(problem)
         return self

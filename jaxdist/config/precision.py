@@ -5,6 +5,7 @@
     bfloat16    f32          bf16          -                        -
     mixed       f32          bf16          a copy in bf16           -
     float16     f32          f16           -                        scaled
+    fp8         f32          bf16          -                        -         matmuls with weights of layers in fp8
 
 Gradients of a micro-batch are in the dtype in which it computes, and are added up and reduced in f32. The f32
 parameters are the masters that the optimizer updates.
@@ -17,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-PrecisionName = Literal["float32", "bfloat16", "mixed", "float16"]
+PrecisionName = Literal["float32", "bfloat16", "mixed", "float16", "fp8"]
 """The precisions of a run."""
 
 Capability = tuple[int, ...]
@@ -35,6 +36,8 @@ class Precision:
     """Whether the weights in that dtype are kept between steps, beside their f32 masters."""
     scales_loss: bool = False
     """Whether the backward pass scales the loss, because small gradients would be zero."""
+    float8: bool = False
+    """Whether the matmuls with the weights of layers multiply numbers of 8 bits (`parallel.float8`)."""
     rate: float = 1.0
     """FLOP/s of a GPU's matrix units, as a multiple of those in 16 bits."""
     least: Capability = ()
@@ -53,8 +56,11 @@ class Precision:
         return self.compute != "float32"
 
     def on(self, capability: Capability) -> bool:
-        """Return whether a GPU of this compute capability has the format; one that is not known is taken to have it."""
-        return not capability or capability >= self.least
+        """Return whether a GPU of this compute capability has the format.
+
+        One whose capability is not known is taken to have all but fp8, of which there are several.
+        """
+        return capability >= self.least if capability else not self.float8
 
     def missing(self, capability: Capability) -> str:
         """Return the sentence that refuses it on GPUs of this compute capability; empty where they have the format."""
@@ -67,6 +73,9 @@ class Precision:
 AMPERE = (8, 0)
 """The first capability whose matrix units have bfloat16."""
 
+ADA = (8, 9)
+"""The first whose matrix units have fp8: E4M3 and E5M2."""
+
 PRECISIONS: dict[str, Precision] = {
     row.name: row
     for row in (
@@ -75,6 +84,7 @@ PRECISIONS: dict[str, Precision] = {
         Precision("bfloat16", compute="bfloat16", least=AMPERE, lacking="bfloat16"),
         Precision("mixed", compute="bfloat16", keeps_copy=True, least=AMPERE, lacking="bfloat16"),
         Precision("float16", compute="float16", scales_loss=True),
+        Precision("fp8", compute="bfloat16", float8=True, least=ADA, lacking="fp8"),
     )
 }
 """The rows by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -162,7 +163,7 @@ class Decoder(nnx.Module):
     def logits(self, x: Float[Array, "B s D"]) -> Float[Array, "B S V"]:
         """Return the logits of every position; rows that belong to no token have minus infinity."""
         x = enter(self.layout, self._last(x), "vocab")
-        logits = einsum(self.layout, "BSD,VD->BSV", x, self._output_table())
+        logits = einsum(replace(self.layout, float8=False), "BSD,VD->BSV", x, self._output_table())
         return without_added(self.layout, soft_capped(logits, self.logit_cap), self.vocab)
 
     def _last(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:

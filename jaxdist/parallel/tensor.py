@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
-from jaxdist.parallel import matmul, matmul_cpu, region
+from jaxdist.parallel import float8, matmul, matmul_cpu, region
 from jaxdist.sharding import LETTERS, Layout, gradient_spec, wide
 
 PRODUCT = "product"
@@ -105,6 +105,9 @@ def einsum_on_stream(
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _matmul(layout: Layout, dims: str, summed: frozenset[str], x: jax.Array, w: jax.Array) -> jax.Array:
     out = dims.split("->")[1]
+    if layout.float8:
+        x = float8.rounded(layout, x, float8.FORWARD)
+        w = float8.rounded(layout, w, float8.FORWARD)
     return matmul.dot(layout, dims, x, w, layout.activation(out, unreduced=summed))
 
 
@@ -118,6 +121,18 @@ def _matmul_backward(
     layout: Layout, dims: str, summed: frozenset[str], saved: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, w = saved
+    if not layout.float8:
+        return _gradients(layout, dims, x, w, g)
+    x = float8.rounded(layout, x, float8.FORWARD)
+    w = float8.rounded(layout, w, float8.FORWARD)
+    g = float8.rounded(layout, g, float8.BACKWARD)
+    # In fp8 cuBLASLt adds up in fewer bits, unless it is asked not to: Transformer Engine asks for it here alone, too.
+    with jax.default_matmul_precision("highest"):
+        return _gradients(layout, dims, x, w, g)
+
+
+def _gradients(layout: Layout, dims: str, x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of both operands, from that of the result."""
     operands, out = dims.split("->")
     x_dims, w_dims = operands.split(",")
     dx = matmul.dot(layout, f"{out},{w_dims}->{x_dims}", g, w, gradient_spec(x))

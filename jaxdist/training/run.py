@@ -96,7 +96,7 @@ class Run:
         if not dry:
             sequence = bool(self.layout.sequence_parallel)
             self.compiler_options = xla_options.options_for(
-                self.mesh, sequence, split.sends_several, config.train.deterministic
+                self.mesh, sequence, split.sends_several, config.train.deterministic, config.numbers.float8
             )
         model_layout = self.layout
         if split.pipelined:

@@ -124,6 +124,7 @@ def train(
     batches: Callable[[int], dict[str, np.ndarray]] | None = None,
     scales: tuple[float, ...] = (),
     usual: tuple[tuple[float, float], ...] = (),
+    float8: bool = False,
 ) -> Outcome:
     """`accumulation` micro-batches of `count` rows; those of the `pipeline`, if the mesh has stages. Documents of a row
     are `apart`, where `documents` of a step's number, B and S says, or joined. `batches` gives other rows, by a step's
@@ -134,7 +135,8 @@ def train(
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
     pipeline = pipeline or PipelineConfig()
     parallel = ParallelConfig(zero=stage, sequence=sequence, context=context, rules=rules or RulesConfig())
-    config = Config(model=model, parallel=parallel, pipeline=pipeline)
+    precision = "fp8" if float8 else "auto"
+    config = Config(precision=precision, model=model, parallel=parallel, pipeline=pipeline)
     split = Split(config, shape)
     layout = replace(Layout.of(split, devices), platform=platform)
     optimizer = optax.chain(remember(), optimizer or optax.sgd(0.5))

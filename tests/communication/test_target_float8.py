@@ -1,0 +1,36 @@
+"""In the program for an H100 each matmul with a weight of the layers is a call of cuBLASLt in fp8, and no other is."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from jaxdist.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from jaxdist.explain import explain
+from jaxdist.programs import target
+from tests.tiers import exhaustive
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]"),
+]
+
+GPT = ModelConfig(layers=3, embed=128, heads=4, vocab=512, sequence=64)
+LLAMA = GPT.model_copy(update=dict(family="llama", heads=8, kv_heads=2, mlp=256, tied=False))
+
+CALL = re.compile(r'custom_call_target="__cublas\$lt\$matmul\$f8".*?"operand_precision":\["(\w+)"')
+
+
+@pytest.mark.parametrize(("mesh", "model"), [("2x2x1", LLAMA), *exhaustive([("1x1x1", GPT), ("4x1x1", LLAMA)])])
+def test_the_matmuls_of_layers_are_calls_in_fp8(mesh, model):
+    """A turn of the loop has four products, and the one back twice as many, in which no sum is in fewer bits."""
+    config = Config(
+        mesh=mesh,
+        precision="fp8",
+        model=model,
+        parallel=ParallelConfig(zero=0 if mesh == "1x1x1" else 3),
+        train=TrainConfig(global_batch_size=16),
+    )
+    found = explain(config, "h100")
+    assert Counter(CALL.findall(found.program.text)) == {"DEFAULT": 4, "HIGHEST": 8}
+    assert found.agrees

@@ -1,0 +1,42 @@
+"""fp8 is refused before anything compiles: on GPUs without it, and for matmuls that are not written for it."""
+
+import pytest
+
+import jaxdist
+from jaxdist.config import Config, RequestError
+from jaxdist.planning.clusters import cluster
+from jaxdist.planning.hardware import GPUS
+from jaxdist.planning.search.plan import search
+from jaxdist.request import load
+from jaxdist.training.run import Run
+
+FP8 = Config(mesh="1x1x1", precision="fp8")
+
+
+@pytest.mark.parametrize(("family", "what"), [("moe", "experts"), ("cnn", "a network for images")])
+def test_matmuls_that_are_not_written_for_it_are_refused(family, what):
+    with pytest.raises(RequestError) as caught:
+        load("moe_tiny" if family == "moe" else "cnn_digits", {"precision": "fp8"})
+    (problem,) = (one for one in caught.value.problems if "precision is fp8" in one)
+    assert problem == (
+        f"precision is fp8, but model.family is {family}, and the matmuls of {what} are not written for it; set "
+        f"precision to bfloat16"
+    )
+
+
+def test_gpus_without_it_are_refused():
+    assert [Run(FP8, dry=True, gpu=GPUS[name]).layout.float8 for name in ("l4", "h100", "b200")] == [True] * 3
+    assert Run(FP8, dry=True).layout.float8
+    assert not Run(FP8.model_copy(update={"precision": "bfloat16"}), dry=True, gpu=GPUS["h100"]).layout.float8
+    with pytest.raises(RequestError, match="precision is fp8, but these GPUs have no fp8; set precision to"):
+        Run(FP8, dry=True, gpu=GPUS["a100"])
+    # AMD's, whose formats are others.
+    with pytest.raises(RequestError, match="these GPUs have no fp8"):
+        FP8.with_precision(cpu=False, capability=())
+
+
+def test_it_is_not_planned_and_not_a_precision_of_modules():
+    with pytest.raises(RequestError, match="plan knows no measured time of a step in fp8; set precision to bfloat16"):
+        search(FP8, 8, cluster("h100-ndr"))
+    with pytest.raises(ValueError, match="precision is 'fp8'; use one of"):
+        jaxdist.parallelize(lambda rngs: None, lambda module, batch: 0.0, None, "1x1x1", precision="fp8")
