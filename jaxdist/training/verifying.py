@@ -24,6 +24,7 @@ from jaxdist.programs.hlo import Collective, collectives
 from jaxdist.sharding import Tree, name_of, named
 from jaxdist.training.engine import Engine
 from jaxdist.training.forward.asked import Batch
+from jaxdist.training.forward.loss_scale import LEAST
 from jaxdist.training.forward.step import Gradients, TrainState
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
@@ -161,7 +162,8 @@ def verify(
 ) -> Verification:
     """Compare a step of `trainer` with one of `other`, the same on one device; both compute in `dtype`.
 
-    They begin with the weights of `seed`, or with those of a state that `begin` makes on the mesh.
+    They begin with the weights of `seed`, or with those of a state that `begin` makes on the mesh. A scaled loss
+    has the first of its scales with which the gradients on the mesh are finite.
     `searches`: the optimizer has a line search, so that only gradients can be compared.
     """
     engine, there = trainer.engine, other.engine
@@ -176,6 +178,12 @@ def verify(
             differentiate = engine.compile(engine.differentiate.lower(state, batch))
             found: Gradients = differentiate(state, batch)
             grads = trainer.numbers(trainer.unfolded(found.grads))
+            while not math.isfinite(_norm(grads)) and _scale(state) > LEAST:
+                # A run would skip this step, and the next one begin with half of the scale.
+                state = _with_scale(state, _scale(state) / 2)
+                found = differentiate(state, batch)
+                grads = trainer.numbers(trainer.unfolded(found.grads))
+            scale = _scale(state)
             variables = trainer.numbers(found.variables)
             loads = trainer.loads(found.sums)
             ran = collectives(text_of(differentiate), engine.mesh)
@@ -186,6 +194,7 @@ def verify(
                 ran += collectives(text_of(update), engine.mesh)
         with jax.set_mesh(there.mesh), jax.default_device(there.first_device), as_one_device():
             state = other.begun_with(first_params, first_variables) if begin else there.init(seed)
+            state = _with_scale(state, scale)
             wanted: Gradients = there.differentiate(state, other.batch())
             wanted_grads = other.numbers(wanted.grads)
             errors = {
@@ -214,6 +223,19 @@ def verify(
         tolerance=TOLERANCE[str(dtype)],
         hint=hint,
     )
+
+
+def _scale(state: TrainState) -> float:
+    """Return the scale of the loss; 0 where it is not scaled."""
+    return float(state.loss_scale.scale) if state.loss_scale else 0.0
+
+
+def _with_scale(state: TrainState, scale: float) -> TrainState:
+    """Return the state with this scale of the loss, if it has one."""
+    if not state.loss_scale:
+        return state
+    own = state.loss_scale.scale
+    return state._replace(loss_scale=state.loss_scale._replace(scale=jax.device_put(np.float32(scale), own.sharding)))
 
 
 @contextmanager

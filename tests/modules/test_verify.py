@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import jaxdist
+from jaxdist.training.forward import loss_scale
 from tests.modules.test_weighted import masked, mean, pair
 from tests.parity.modules import MLP, Convolution, cross_entropy, images, vectors
 from tests.test_parallelize import Normed
@@ -40,6 +41,14 @@ def test_a_step_that_is_that_of_one_device_is_told_with_its_collectives(options,
     worst = max(max(errors.values(), default=0.0) for errors in found.errors.values())
     assert worst > 0  # it is another program
     assert f"by {worst:.1g} of its norm" in str(found)
+
+
+def test_a_scale_that_overflows_is_halved_until_it_does_not(monkeypatch):
+    """As the skipped steps of a run would: with 2^30 no gradient fits into float16."""
+    monkeypatch.setattr(loss_scale, "FIRST", 2.0**30)
+    found = verified(precision="float16", zero=2)
+    assert found.equal, str(found)
+    assert np.isfinite(found.grad_norm).all()
 
 
 def counts_devices(module, batch):
