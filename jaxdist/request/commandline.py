@@ -53,7 +53,7 @@ STEP_KNOBS = (
 )
 """Knobs that determine a train step."""
 
-JOB_KNOBS = ("cluster", "fault")
+JOB_KNOBS = ("cluster", *(name for name in KNOBS if within(name, ["fault"]) and name != "fault.compare"))
 """Knobs of the rendezvous of several processes, and of fault tolerance."""
 
 PLANNED_KNOBS = (
@@ -73,7 +73,12 @@ PLANNED_KNOBS = (
 CONFIG_ENDING = ".toml"
 """Of a PATH that is a CONFIG, whose data are meant."""
 
-RUN_KNOBS = (*LAYOUT_KNOBS, *JOB_KNOBS, "data", "train.global_batch_size", "train.accumulation")
+RUN_KNOBS = (
+    *LAYOUT_KNOBS,
+    *JOB_KNOBS,
+    *(name for name in KNOBS if within(name, ["data"]) and name != "data.skip"),
+    *("train.global_batch_size", "train.accumulation"),
+)
 """Knobs that may differ when a checkpoint of a run is used."""
 
 

@@ -1,7 +1,8 @@
-"""train.spike is refused where no loss of all devices decides, and where usual steps would be skipped too."""
+"""Knobs of long runs: what train.spike does not go with, and which commands do not take what only training uses."""
 
 import pytest
 
+from jaxdist import evaluate, generate
 from jaxdist.config import RequestError
 from jaxdist.request import load
 
@@ -22,3 +23,11 @@ def test_what_does_not_go_with_it_is_refused(words):
     (problem,) = (one for one in caught.value.problems if "train.spike is" in one)
     assert words in problem
     assert "; set " in problem
+
+
+@pytest.mark.parametrize("command", [evaluate, generate])
+@pytest.mark.parametrize("word", ["--data.skip=3", "--fault.compare=5"])
+def test_commands_without_a_step_do_not_take_what_only_a_step_uses(command, word, tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(RequestError, match=rf"^{word.partition('=')[0]} has no effect on this command; leave it out"):
+        command.main([str(tmp_path), word])
