@@ -144,6 +144,9 @@ def configurations() -> dict[str, transformers.PretrainedConfig]:
             bos_token_id=0,
             eos_token_id=1,
         ),
+        "starcoder2": transformers.Starcoder2Config(
+            **untied, **rope(1e5), norm_epsilon=1e-5, sliding_window=8, hidden_act="gelu_pytorch_tanh"
+        ),
         "apertus": transformers.ApertusConfig(
             **untied, **rope(1.2e7, "llama3", **LLAMA3), rms_norm_eps=1e-5, pad_token_id=0
         ),

@@ -155,7 +155,7 @@ def decoder(model: ModelConfig, names_of_norms: Mapping[str, str] | None = None)
     names = {name: attention + name for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
     leaves = [
         one("table", "VD", "model.embed_tokens.weight", ("V", "D")),
-        one("norm.scale", "D", "model.norm.weight", ("D",)),
+        *norm(model, "norm", "D", "model.norm"),
         *norms(model, names_of_norms),
         # Written files have biases last.
         *sorted(weights(model, "attention", names), key=lambda leaf: leaf.path.endswith("_bias")),
@@ -186,7 +186,14 @@ NORMS = {
 def norms(model: ModelConfig, names: Mapping[str, str] | None = None) -> Iterator[Leaf]:
     """Yield the norms over the residual stream in a layer, which theirs calls by `names`; None: as most types do."""
     for ours, theirs in (names or NORMS[model.norms]).items():
-        yield one(f"blocks.{ours}.scale", "LD", f"{LAYER}{theirs}.weight", ("D",))
+        yield from norm(model, f"blocks.{ours}", "LD", LAYER + theirs)
+
+
+def norm(model: ModelConfig, path: str, letters: str, name: str) -> Iterator[Leaf]:
+    """Yield the scale of a norm over the residual stream, and the bias where it is a LayerNorm."""
+    yield one(f"{path}.scale", letters, f"{name}.weight", ("D",))
+    if model.norm_form == "layer":
+        yield one(f"{path}.bias", letters, f"{name}.bias", ("D",))
 
 
 def weights(model: ModelConfig, module: str, names: Mapping[str, str], inputs_first: bool = False) -> list[Leaf]:
@@ -220,14 +227,6 @@ def weights(model: ModelConfig, module: str, names: Mapping[str, str], inputs_fi
 def _outputs(matmul: Matmul, part: Part) -> str:
     """Return the letters of what a part makes: query heads are K and then G where key/value heads are a dim of ours."""
     return part.outputs.replace("N", "KG") if "K" in matmul.letters else part.outputs
-
-
-def layer_norm(path: str, letters: str, name: str) -> tuple[Leaf, Leaf]:
-    """Return the scale and the bias of a LayerNorm."""
-    return (
-        one(f"{path}.scale", letters, f"{name}.weight", ("D",)),
-        one(f"{path}.bias", letters, f"{name}.bias", ("D",)),
-    )
 
 
 def with_output(

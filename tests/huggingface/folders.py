@@ -62,7 +62,7 @@ def apart(theirs: dict[str, np.ndarray], model: ModelConfig) -> dict[str, np.nda
 def assembled(path: Path, model: ModelConfig) -> dict[str, np.ndarray]:
     """Our parameters of a folder by their names, in float32, made with numpy from whole tensors."""
     theirs = apart({name: array.astype(np.float32) for name, array in tensors_of(path).items()}, model)
-    make = _gpt if model.family == "gpt" else _neox if model.norm == "layer" else _llama
+    make = _gpt if model.family == "gpt" else _neox if _is_neox(model) else _llama
     ours = {}
     for name, stack in stacks_of(model).items():
         first = first_layers(model)[name]
@@ -72,14 +72,20 @@ def assembled(path: Path, model: ModelConfig) -> dict[str, np.ndarray]:
         ours |= {"table": theirs["transformer.wte.weight"], "positions": theirs["transformer.wpe.weight"]}
         ours |= {"norm.scale": theirs["transformer.ln_f.weight"], "norm.bias": theirs["transformer.ln_f.bias"]}
         return ours
-    if model.norm == "layer":
+    if _is_neox(model):
         ours |= {"table": theirs["gpt_neox.embed_in.weight"], "output": theirs["embed_out.weight"]}
         norm = "gpt_neox.final_layer_norm."
         return ours | {"norm.scale": theirs[norm + "weight"], "norm.bias": theirs[norm + "bias"]}
     ours |= {"table": theirs["model.embed_tokens.weight"], "norm.scale": theirs["model.norm.weight"]}
+    if model.norm == "layer":
+        ours["norm.bias"] = theirs["model.norm.bias"]
     if not model.tied:
         ours["output"] = theirs["lm_head.weight"]
     return ours
+
+
+def _is_neox(model: ModelConfig) -> bool:
+    return model.residual == "parallel"
 
 
 def _llama(model: ModelConfig, theirs: dict[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
@@ -99,8 +105,13 @@ def _llama(model: ModelConfig, theirs: dict[str, np.ndarray], layer: int) -> dic
         ours |= _latent_attention(model, of)
     else:
         ours["attention.qkv"] = np.moveaxis(heads("weight"), 3, 0)
+    if model.norm == "layer":
+        ours |= {f"{ours}.bias": of(name, "bias") for ours, name in _norms(model).items()}
     if model.traits.routed:
         ours |= _experts(model, of)
+    elif model.norm == "layer":
+        for ours_name, name in (("up", "c_fc"), ("down", "c_proj")):
+            ours |= {f"mlp.{ours_name}": of(f"mlp.{name}").T, f"mlp.{ours_name}_bias": of(f"mlp.{name}", "bias")}
     elif model.activation == "xielu":
         ours |= {"mlp.up": of("mlp.up_proj").T, "mlp.down": of("mlp.down_proj").T}
         ours["mlp.learned"] = np.stack([theirs[f"model.layers.{layer}.mlp.act_fn.{name}"] for name in XIELU])
@@ -113,7 +124,7 @@ def _llama(model: ModelConfig, theirs: dict[str, np.ndarray], layer: int) -> dic
         ours["attention.out_bias"] = of("self_attn.o_proj", "bias")
     if model.sinks:
         ours["attention.sinks"] = theirs[f"model.layers.{layer}.self_attn.sinks"].reshape(kv_heads, -1, 1)
-    if model.mlp_bias and model.family != "moe":
+    if model.mlp_bias and model.family != "moe" and model.norm != "layer":
         ours["mlp.gate_up_bias"] = np.stack([of("mlp.gate_proj", "bias"), of("mlp.up_proj", "bias")])
         ours["mlp.down_bias"] = of("mlp.down_proj", "bias")
     if model.qk_norm == "head":

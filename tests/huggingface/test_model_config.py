@@ -100,6 +100,10 @@ DEFAULTS = {
         vocab=131072, mlp=14336, kv_heads=0, norm_eps=1e-5, activation="xielu", gate="off", qk_norm="head",
         rope_theta=1.2e7, rope_scaling="llama3,factor=8,original=8192",
     ),
+    "starcoder2": dict(
+        vocab=49152, embed=3072, mlp=12288, layers=30, heads=24, kv_heads=2, norm="layer", gate="off", window=0,
+        activation="gelu", qkv_bias=True, out_bias=True, mlp_bias=True, norm_eps=1e-5, tied=True, rope_theta=1e4,
+    ),
     "gemma": dict(
         family="gemma", vocab=256000, embed=3072, mlp=24576, layers=28, heads=16, kv_heads=16, head_dim=256, tied=True,
         norm_eps=1e-6, rope_theta=1e4,
@@ -158,6 +162,7 @@ LONGEST = {
     "granite": 2048,
     "gpt_neox": 2048,
     "apertus": 65536,
+    "starcoder2": 4096,
     "gemma": 8192,
     "gemma2": 8192,
     "gemma3_text": 131072,
@@ -270,6 +275,8 @@ OTHER_VALUES = [
     ("apertus", "hidden_act", "silu"),
     ("apertus", "qk_norm", False),
     ("apertus", "post_norm", True),
+    ("starcoder2", "hidden_act", "relu"),
+    ("starcoder2", "mlp_bias", True),
     ("mixtral", "router_jitter_noise", 0.1),
     ("mixtral", "num_local_experts", "8"),
     ("mixtral", "norm_topk_prob", False),

@@ -16,6 +16,7 @@ from jaxdist.huggingface.model_types import (
     olmo,
     phi3,
     smollm3,
+    starcoder2,
 )
 
 MODEL_TYPES: dict[str, ModelType] = {
@@ -24,6 +25,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     **smollm3.TYPES,
     **gpt_neox.TYPES,
     **apertus.TYPES,
+    **starcoder2.TYPES,
     **phi3.TYPES,
     **gemma.TYPES,
     **experts.TYPES,

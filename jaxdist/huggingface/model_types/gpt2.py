@@ -17,9 +17,9 @@ def tensors(model: ModelConfig) -> families.Family:
     leaves = [
         families.one("table", "VD", "transformer.wte.weight", ("V", "D")),
         families.one("positions", "SD", "transformer.wpe.weight", ("S", "D")),
-        *families.layer_norm("norm", "D", "transformer.ln_f"),
-        *families.layer_norm("blocks.norm1", "LD", layer + "ln_1"),
-        *families.layer_norm("blocks.norm2", "LD", layer + "ln_2"),
+        *families.norm(model, "norm", "D", "transformer.ln_f"),
+        *families.norm(model, "blocks.norm1", "LD", layer + "ln_1"),
+        *families.norm(model, "blocks.norm2", "LD", layer + "ln_2"),
         *families.weights(model, "attention", attention, inputs_first=True),
         *families.weights(model, "mlp", mlp, inputs_first=True),
     ]

@@ -18,9 +18,9 @@ def tensors(model: ModelConfig) -> families.Family:
     mlp = {"up_proj": layer + "mlp.dense_h_to_4h", "down_proj": layer + "mlp.dense_4h_to_h"}
     leaves = [
         families.one("table", "VD", "gpt_neox.embed_in.weight", ("V", "D")),
-        *families.layer_norm("norm", "D", "gpt_neox.final_layer_norm"),
-        *families.layer_norm("blocks.norm1", "LD", layer + "input_layernorm"),
-        *families.layer_norm("blocks.norm2", "LD", layer + "post_attention_layernorm"),
+        *families.norm(model, "norm", "D", "gpt_neox.final_layer_norm"),
+        *families.norm(model, "blocks.norm1", "LD", layer + "input_layernorm"),
+        *families.norm(model, "blocks.norm2", "LD", layer + "post_attention_layernorm"),
         *families.weights(model, "attention", attention),
         *families.weights(model, "mlp", mlp),
     ]

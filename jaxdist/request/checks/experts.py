@@ -102,10 +102,12 @@ def check_upcycling(model: ModelConfig, dense: ModelConfig, folder: Path) -> Non
 
     `dense` is the model of that run, of any family but that of `model`.
     """
-    if dense.family != "llama":
+    of_one_mlp = FAMILIES[model.family]._replace(routed=False)
+    families = [name for name, traits in FAMILIES.items() if traits == of_one_mlp]
+    if dense.family not in families:
         raise RequestError(
             f"init_from '{folder}' is a run of model.family {dense.family}, whose layers are not those of "
-            f"{model.family}; begin with a run of llama, or of {model.family}"
+            f"{model.family}; begin with a run of {' or '.join([*families, model.family])}"
         )
     if model.traits.forms:
         raise RequestError(
