@@ -29,6 +29,9 @@ ADAPTERS = {
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     ),
     "qwen3_moe": dict(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"]),
+    "deepseek_v3": dict(
+        r=2, lora_alpha=6, target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    ),
     "gpt2": dict(
         r=2,
         lora_alpha=4,
@@ -83,11 +86,13 @@ def write(name: str, folder: Path) -> None:
 
 
 def main() -> None:
-    """Write every adapter and print its size."""
+    """Write every adapter, or those that are named, and print its size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder to write the folders into")
-    out = parser.parse_args().out
-    for name in ADAPTERS:
+    parser.add_argument("names", nargs="*", help="folders to write alone")
+    asked = parser.parse_args()
+    out = asked.out
+    for name in asked.names or ADAPTERS:
         write(name, out / name)
         print(f"{name}: {sum(path.stat().st_size for path in (out / name).iterdir()):,} bytes")
 

@@ -20,13 +20,15 @@ from tests.huggingface.exported import GOLDEN, abstract, save
 from tests.huggingface.golden import config_of, expected
 
 ADAPTERS = Path(__file__).parent / "golden_adapters"
-NAMES = sorted(path.name for path in ADAPTERS.iterdir())
+READ = sorted(path.name for path in ADAPTERS.iterdir())
 KNOBS = {
     "llama31": dict(lora_rank=4, lora_alpha=12.0),
     "qwen3_moe": dict(lora_rank=3, lora_targets="q_proj,v_proj"),
     "gpt2": dict(lora_rank=2),
 }
-"""How a run asks for the adapters of each folder; where alpha is left out, it is twice the rank."""
+"""How a run asks for the adapters of a folder; where alpha is left out, it is twice the rank."""
+NAMES = sorted(KNOBS)
+"""The folders of whose adapters runs are made; those of the others are only read."""
 
 FACTS = dict(steps=1, data="", best=None, baseline=dict(nats=1.0, name="unigram", unit="token"))
 """What each checkpoint says."""

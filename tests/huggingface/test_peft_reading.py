@@ -26,7 +26,7 @@ from jaxdist.request import load
 from jaxdist.training.run import Run
 from jaxdist.weights.base import base_for
 from jaxdist.weights.source import source_of
-from tests.huggingface.adapters import ADAPTERS, NAMES, peft_logits
+from tests.huggingface.adapters import ADAPTERS, READ, peft_logits
 from tests.huggingface.exported import GOLDEN, model_of
 
 Numbers = dict[str, np.ndarray]
@@ -59,7 +59,7 @@ def asked(folder: Path, **knobs: str) -> Config:
     return load(None, given | knobs)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "gpt2" else pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "gpt2" else pytest.mark.slow) for n in READ])
 def test_a_run_begins_with_what_peft_computes(name, tmp_path):
     config = asked(folder_of(name, tmp_path / "adapter"), mesh="2x1x1", **{"parallel.zero": "3"})
     tokens, theirs = peft_logits(name)
