@@ -1,5 +1,7 @@
 """The planner and adapters beside frozen weights: fewer GPUs, and less arithmetic than training everything."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -88,6 +90,18 @@ def test_the_first_look_at_frozen_weights_is_near_the_prediction(precision, base
     assert memory.min() > 0.8
     assert memory.max() < 1.15
     assert 0.9 < np.median(seconds) < 1.1
+
+
+@pytest.mark.parametrize(("base", "where"), [("bfloat16", "l40s"), ("nf4", "rtx-4090")])
+def test_the_choice_is_that_among_predictions_of_all_candidates(base, where):
+    """Of the fastest, and of what is ranked first among those that are as fast."""
+    asked = {"precision": "bfloat16", "model.sequence": "2048", "train.global_batch_size": "8"}
+    found = search(llama(**ADAPTED | asked | {"model.lora_base": base}), 2, cluster(where))
+    every = [found.predicted(row) for row in range(len(found.rough_memory))]
+    assert len(found.looked_at) < len(every) / 2
+    exact = replace(found, looked_at=tuple(every))
+    assert found.fitting[0].config == exact.fitting[0].config
+    assert found.ranked[0].config == exact.ranked[0].config
 
 
 def test_a_step_without_gradients_of_frozen_weights_takes_less_than_a_whole_one():
