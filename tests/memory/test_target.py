@@ -11,6 +11,7 @@ from jaxdist.explain import explain
 from jaxdist.explaining.report import Report
 from jaxdist.programs import target
 from jaxdist.request import load
+from tests.memory.staged import PAIRS, compiled, temporaries
 from tests.tiers import exhaustive
 
 pytestmark = [
@@ -58,46 +59,12 @@ STAGED = [("zb-h1", "none"), ("1f1b", "stage"), ("interleaved", "block"), ("gpip
 """Each schedule and each activation checkpointing once, the pair that was furthest from its program among them."""
 
 
-@pytest.mark.parametrize(
-    ("schedule", "remat"),
-    [
-        *STAGED,
-        *exhaustive(
-            [
-                (schedule, remat)
-                for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-u")
-                for remat in ("none", "dots", "block", "stage")
-                if (schedule, remat) not in STAGED and (remat != "stage" or not schedule.startswith("zb"))
-            ]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "remat"), [*STAGED, *exhaustive([pair for pair in PAIRS if pair not in STAGED])])
 def test_temporary_bytes_of_a_pipeline_of_four_h100s(schedule, remat):
-    asked = {
-        "mesh": "1x1x4",
-        "pipeline.schedule": schedule,
-        "pipeline.microbatches": "16",
-        "model.remat": remat,
-        "train.global_batch_size": "16",
-        "train.accumulation": "1",
-        **{f"model.{name}": size for name, size in MID.items()},
-    }
-    found = explain(load("llama_1b", asked), "h100")
+    found = compiled(schedule, remat)
     assert found.program.argument_bytes == found.memory.arguments
-    predicted = found.memory.total - found.memory.arguments
-    assert 0.8 < predicted / found.program.temporary_bytes < 1.25
-
-
-MID = {
-    "layers": "16",
-    "embed": "1024",
-    "mlp": "4096",
-    "heads": "16",
-    "kv_heads": "8",
-    "vocab": "32000",
-    "sequence": "2048",
-}
-"""Sizes with which layers hold most of the memory."""
+    predicted, planned = temporaries(found)
+    assert 0.8 < predicted / planned < 1.25
 
 
 def test_what_waits_in_the_hosts_memory_of_eight_h100s():
