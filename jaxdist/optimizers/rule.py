@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -49,6 +50,28 @@ Transformation = Callable[[Knobs, "optax.Schedule", Roles], "optax.GradientTrans
 
 
 @dataclass(frozen=True)
+class Matrices:
+    """How an array of one layer is matrices: its dims are numbered without those that count layers and experts."""
+
+    experts: int
+    """How many dims in front of it count experts, each of which has matrices of its own."""
+    inputs: tuple[int, ...]
+    """The dims that are the rows together; all others are the columns."""
+    fused: int | None
+    """The dim along which several weights lie side by side; each of them is a matrix by itself."""
+    places: tuple[int, ...]
+    """How many places along that dim each of these weights has."""
+
+    def sizes(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Return the (rows, columns) of each weight in an array of one layer, and of one expert, of `shape`."""
+        rows = math.prod(shape[dim] for dim in self.inputs)
+        if self.fused is None:
+            return [(rows, math.prod(shape) // rows)]
+        of_one = math.prod(shape) // rows // shape[self.fused]
+        return [(rows, of_one * places) for places in self.places]
+
+
+@dataclass(frozen=True)
 class Role:
     """What a parameter is to an update rule, wherever it lies."""
 
@@ -58,6 +81,8 @@ class Role:
     """Whether weight decay is for it: it is a matrix, layers aside, and no scale or bias."""
     steered: bool = False
     """Whether a rule of the model moves it, in the place of a gradient."""
+    matrices: Matrices | None = None
+    """How it is matrices of layers; None: it is none, as tables, norms and biases are none."""
     trained: bool = True
     """Whether a step changes it; others are frozen."""
 
@@ -68,11 +93,21 @@ class Role:
 
 
 @dataclass(frozen=True)
+class OfMatrices:
+    """What a rule asks that reads matrices of layers as wholes, as they are in no device's part."""
+
+    moments: tuple[str, ...]
+    """The arrays that it keeps for each of them, as `UpdateRule.moments` are for others."""
+    flops: Callable[[int, int], int]
+    """(rows, columns) -> FLOPs of the update of one matrix."""
+
+
+@dataclass(frozen=True)
 class UpdateRule:
     """A row of the optimizer table.
 
-    An update is elementwise: it sends nothing, and takes the time of reading and writing what it changes. Its state
-    lies where the parameters lie.
+    Its state lies where the parameters lie. An update sends nothing, and takes the time of reading and writing what it
+    changes, but for what `matrices` says.
     """
 
     transformation: Transformation
@@ -83,9 +118,17 @@ class UpdateRule:
     """Whole numbers that it keeps: its counts of updates, that of the learning-rate schedule among them."""
     betas: tuple[str, ...]
     """The knobs by which its moments decay."""
+    matrices: OfMatrices | None = None
+    """What it does otherwise with the matrices of layers; None: an update of a number needs that number alone."""
+
+    def reads_whole(self, role: Role) -> bool:
+        """Return whether an update of a parameter reads its matrices as wholes."""
+        return self.matrices is not None and role.matrices is not None and role.differentiated
 
     def moments_of(self, role: Role) -> int:
         """Return how many moments a parameter has."""
+        if self.matrices is not None and self.reads_whole(role):
+            return len(self.matrices.moments)
         return len(self.moments) if role.differentiated else 0
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jaxdist.optimizers.rule import Knobs, Roles, UpdateRule, decaying
+from jaxdist.optimizers.muon import muon, newton_schulz_flops
+from jaxdist.optimizers.rule import Knobs, OfMatrices, Roles, UpdateRule, decaying
 
 if TYPE_CHECKING:
     import optax
@@ -36,5 +37,12 @@ UPDATE_RULES = {
     "adamw": UpdateRule(_adamw, moments=("mu", "nu"), counters=2, betas=("beta1", "beta2")),
     "lion": UpdateRule(_lion, moments=("mu",), counters=2, betas=("beta1", "beta2")),
     "sgd": UpdateRule(_sgd, moments=("trace",), counters=1, betas=("beta1",)),
+    "muon": UpdateRule(
+        muon,
+        moments=("mu", "nu"),
+        counters=2,
+        betas=("beta1", "beta2"),
+        matrices=OfMatrices(moments=("mu",), flops=newton_schulz_flops),
+    ),
 }
 """The update rules by the names that `optimizer.name` accepts."""

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 from jax import P
 
+from jaxdist.config.matrices import matrices_of
 from jaxdist.config.trained import trained
 from jaxdist.mesh import REPLICA, ZERO_AXES
 from jaxdist.mesh.split import Split
-from jaxdist.optimizers.rule import Role
+from jaxdist.optimizers.rule import Matrices, Role
 from jaxdist.parallel import heads
 from jaxdist.parallel.placement import Placement, Placements, split_further
 from jaxdist.sharding import LAYERS, STAGES, STEERED, Layout, LogicalAxes, Params, name_of
@@ -35,6 +36,8 @@ class ZeroOptions:
     """Whether gradients are partial sums of the devices, so that weights in use are `reduced`."""
     wrt: Wrt | None = None
     """Which parameters are trained; None: all."""
+    matrices: tuple[tuple[str, Matrices], ...] = ()
+    """How parameters are matrices of layers to an update rule, by their paths."""
     may_split: Params | None = None
     """Whether ZeRO may split a parameter, for every one; None: it may split all."""
 
@@ -49,6 +52,7 @@ class ZeroOptions:
             defers=split.flush,
             summed=not model.all_rows_at_once,
             wrt=trained(model),
+            matrices=matrices_of(model),
         )
 
 
@@ -72,9 +76,12 @@ def placements(layout: Layout, axes: Params, abstract: Params, zero: ZeroOptions
     may_split = zero.may_split
     if may_split is None:
         may_split = jax.tree.map(lambda _: True, abstract)
+    matrices = dict(zero.matrices)
 
     def place(path: tuple[Any, ...], names: LogicalAxes, parameter: jax.ShapeDtypeStruct, may: bool) -> Placement:
-        role = role_of(names, trained=zero.wrt is None or zero.wrt(name_of(path)))
+        name = name_of(path)
+        role = role_of(names, trained=zero.wrt is None or zero.wrt(name))
+        role = replace(role, matrices=matrices.get(name))
         placement = _place(layout, names, parameter.shape, zero, role, sharded=bool(zero.stage and may))
         if stacks and LAYERS in names:
             placement = replace(placement, use=placement.rest)

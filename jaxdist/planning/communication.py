@@ -1,7 +1,8 @@
 """Predict the collectives of one step, from the configuration and the abstract parameters alone.
 
 `runs` counts how often each part of a step runs, and `weight_traffic`, `stream_traffic`, `context_traffic`,
-`expert_traffic` and `replica_traffic` multiply that by what theory says a part sends. `compiler_habits` corrects it
+`expert_traffic` and `replica_traffic` multiply that by what theory says a part sends; `whole_updates` adds what an
+update of whole matrices sends. `compiler_habits` corrects it
 where XLA is known to do otherwise. Scalars (loss, norm, counts) are left out. Nothing here reads a compiled program:
 `tests/communication` compares the two.
 """
@@ -18,7 +19,7 @@ from jaxdist.mesh import BATCH_AXES, CONTEXT, DATA, EXPERT, MODEL, PIPELINE, REP
 from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.models.foreign import Foreign
-from jaxdist.planning import expert_traffic, stream_traffic, weight_traffic
+from jaxdist.planning import expert_traffic, stream_traffic, weight_traffic, whole_updates
 from jaxdist.planning.compiler_habits import Sent, corrected, in_force
 from jaxdist.planning.parameter_layout import Placed
 from jaxdist.planning.predicted_collectives import ALL_REDUCE, ALL_TO_ALL, F32, PERMUTE, Transfer, transfer
@@ -55,6 +56,7 @@ def predict(sharded: ShardedModel) -> list[Transfer]:
 
     for p in sharded.parameters:
         send(weight_traffic.predict(step, p), step, p)
+        send(whole_updates.predict(sharded.config, p, sharded.layout), step, p)
         if not p.place.role.steered:
             found += between_replicas(sharded.config, p, sharded.layout)
         elif p.trained and isinstance(sharded.model, Model):

@@ -32,6 +32,11 @@ def speed_of(config: Config, cluster: Cluster) -> Speed:
     return Speed(peak * cluster.matmul * rates.matmul, peak * rates.attention, cluster.bandwidth)
 
 
+def update_seconds(config: Config, cluster: Cluster, flops: Numbers) -> Numbers:
+    """Return the seconds of the products of an update, which are in f32 in any precision."""
+    return flops / speed_of(config.with_knobs({"precision": "float32"}), cluster).matmul
+
+
 def head_seconds(config: Config, cluster: Cluster, tokens: Numbers, parts: Numbers = 1) -> Numbers:
     """Return the seconds of the matmul with the output table: forward, and backward for what is trained of it.
 

@@ -60,6 +60,8 @@ class Step:
     """Of gradients that cross the replicas while the next step computes."""
     updated: Numbers = 0.0
     """Of the optimizer's reads and writes."""
+    products: Numbers = 0.0
+    """Of the optimizer's matmuls."""
     micro: Numbers = 1
     devices: Numbers = 1
 
@@ -79,7 +81,7 @@ def parts(step: Step, rates: Rates, interference: Numbers, price: str = MIDDLE) 
     found = {"arithmetic": step.arithmetic, "waiting": step.waiting}
     found |= step.others or {}
     found |= {MODEL: model, PIPELINE: rates.messages * step.messages, DATA: data}
-    found["optimizer"] = rates.update * step.updated
+    found["optimizer"] = rates.update * step.updated + step.products
     stragglers = rates.stragglers * np.log2(np.maximum(np.asarray(step.devices) / 8, 1))
     found["other"] = rates.step + stragglers * sum(found.values())
     return found

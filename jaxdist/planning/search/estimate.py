@@ -33,12 +33,12 @@ from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.output.units import counted
 from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
-from jaxdist.planning import certainty, communication, exposure, memory, step_bytes, step_time
+from jaxdist.planning import certainty, communication, exposure, memory, step_bytes, step_time, whole_updates
 from jaxdist.planning.clusters import Cluster, calibrated
 from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.communication import purpose
 from jaxdist.planning.hardware import GPUS
-from jaxdist.planning.layer_time import both_passes, head_seconds, runs_by_matmuls, times_of_layer
+from jaxdist.planning.layer_time import both_passes, head_seconds, runs_by_matmuls, times_of_layer, update_seconds
 from jaxdist.planning.memory import Memory
 from jaxdist.planning.predicted_collectives import F32, Transfer
 from jaxdist.planning.runs import Step
@@ -66,6 +66,9 @@ FORMULAS = {
     "other": "seconds of each step, and a share of the rest for each doubling of the devices from 8 on",
 }
 """How the seconds of each part of a step are computed."""
+
+MATRIX_FORMULA = "; and the FLOPs of whole matrices / rate of matmuls in float32"
+"""What a rule that reads whole matrices adds to the formula of `optimizer`."""
 
 EXPERT_FORMULA = (
     "; of experts, the rows of all rounds, with padding, and what is written to send and weight them; a router in f32"
@@ -135,6 +138,7 @@ class Estimate:
             arithmetic=work,
             waiting=lockstep - work,
             updated=updated / cluster.bandwidth,
+            products=update_seconds(self.config, cluster, whole_updates.flops(self.sharded)),
             devices=self.devices,
         )
 
@@ -238,6 +242,8 @@ class Estimate:
         found = dict(FORMULAS)
         if self.config.model.traits.routed:
             found["arithmetic"] += EXPERT_FORMULA
+        if self.config.optimizer.rule.matrices is not None:
+            found["optimizer"] += MATRIX_FORMULA
         if runs_by_matmuls(self.config, self.cluster, self.split.ring):
             found["arithmetic"] += MASKED_FORMULA
         found[DATA] += crossing.asked(self.config).formula

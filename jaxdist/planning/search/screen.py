@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Self
 
+import jax
 import numpy as np
 
 from jaxdist.config import Config
@@ -24,13 +25,14 @@ from jaxdist.models import Model, build_decoder
 from jaxdist.parallel.crossing import crossing_of
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, partial_ticks, residual_slots
 from jaxdist.parallel.pipeline.simulate import EQUAL, Times
-from jaxdist.planning import memory, pipeline_memory, step_bytes
+from jaxdist.parallel.pipeline.stages import BLOCKS
+from jaxdist.planning import memory, pipeline_memory, step_bytes, whole_updates
 from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import group_over, seconds_of
 from jaxdist.planning.exposure import rates_in
 from jaxdist.planning.kernels_time import Units
-from jaxdist.planning.layer_time import both_passes, head_seconds, layer_times
+from jaxdist.planning.layer_time import both_passes, head_seconds, layer_times, update_seconds
 from jaxdist.planning.parameter_layout import Placed, elements_of
 from jaxdist.planning.pipeline_memory import (
     ROUGH_MESSAGES,
@@ -90,6 +92,9 @@ class Screen(Steps):
         replicas = few._crossing_seconds()[kinds] / self.rule.every
         held = memory.held(self.config, few.learned, few.columns["zero"], few.staged)
         updated = np.asarray(step_bytes.updated(held.parameters, held.optimizer))[kinds]
+        # Of the products of an update, a device has the share that it has of the layers.
+        layers = sum(np.asarray(p.held) for p in few.learned if p.stacked)
+        own = np.asarray(layers / sum(leaf.size for leaf in jax.tree.leaves(self.model.abstract[BLOCKS])))[kinds]
         # Over the replicas, only delayed gradients wait for nothing.
         found = self.communication()
         crossing = ONCE if self.cluster.between is None else BETWEEN_SITES
@@ -99,6 +104,7 @@ class Screen(Steps):
             arithmetic=work,
             waiting=lockstep - work,
             updated=updated / self.cluster.bandwidth,
+            products=update_seconds(self.config, self.cluster, whole_updates.flops_of_all(self.config) * own),
             devices=devices_along(self.columns, MESH),
         )
         each = parts(step, rates, self.cluster.overlap - 1, price).values()

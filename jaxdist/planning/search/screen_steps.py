@@ -15,11 +15,14 @@ from typing import Self
 import jax
 import numpy as np
 
+from jaxdist.config.matrices import matrices_of
 from jaxdist.mesh import AXES, CONTEXT, MODEL, PIPELINE, REPLICA
 from jaxdist.mesh.context import ulysses_elements
 from jaxdist.mesh.split import Split
 from jaxdist.models.loss import chunk_length
+from jaxdist.optimizers.rule import Matrices
 from jaxdist.parallel.pipeline.formulas import lockstep_ticks
+from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.placing import ZeroOptions, placements
 from jaxdist.planning import stream_traffic, weight_traffic
 from jaxdist.planning.parameter_layout import Placed
@@ -222,7 +225,7 @@ class Steps(Sizes):
                     name=name,
                     shape=(),
                     axes=(),
-                    place=replace(place, role=replace(place.role, trained=trained)),
+                    place=replace(place, role=replace(place.role, trained=trained, matrices=self._matrices(name))),
                     held=part * rest / self.replica_shards,
                     rest=part * rest,
                     use=part * use[name],
@@ -232,6 +235,11 @@ class Steps(Sizes):
                 )
                 found.append(replace(one, layers=self.layers_held) if one.stacked else one)
         return found
+
+    def _matrices(self, name: str) -> Matrices | None:
+        """Return how a parameter counts as matrices: all of a layer does, whose vectors are few."""
+        found = matrices_of(self.config.model)
+        return found[0][1] if found and name.startswith(BLOCKS) else None
 
     # Scalar functions of the predictor, applied to columns.
 

@@ -21,6 +21,7 @@ from jaxdist.planning.runs import Step as Sending
 from jaxdist.planning.search.ring_time import ring_seconds
 from jaxdist.planning.step_time import Step, over_one_card
 from jaxdist.planning.transfer_time import merge_calls, seconds_in
+from jaxdist.planning.whole_updates import UPDATES
 
 ONCE, BETWEEN_SITES, BESIDE = "once", "between_sites", "beside"
 BY_LAYER, BY_LAYER_ONE_CARD = "by_layer", "by_layer_one_card"
@@ -60,7 +61,7 @@ def communication(
     groups = {axes: group_over(shape, axes, cluster) for axes in {transfer.axes for transfer in merged}}
     rings = False
     for transfer in merged:
-        part = purpose(transfer)
+        part = DATA if transfer.what == UPDATES else purpose(transfer)
         if part == CONTEXT and transfer.kind == PERMUTE:
             # It belongs to the steps of a ring, which `ring_seconds` prices.
             rings = True
@@ -94,7 +95,7 @@ def _further_rounds(step: Sending, transfers: Iterable[Transfer]) -> Iterator[Tr
 
     Their number is not known, so that it is assumed here.
     """
-    to_experts = [transfer for transfer in transfers if purpose(transfer) == EXPERT]
+    to_experts = [one for one in transfers if one.what != UPDATES and purpose(one) == EXPERT]
     if not to_experts:
         return
     first, times, further = expert_rows.all_rounds(step.config.model, step.tokens)
@@ -105,6 +106,9 @@ def _further_rounds(step: Sending, transfers: Iterable[Transfer]) -> Iterator[Tr
 def _overlaps_arithmetic(transfer: Transfer, step: Sending, shape: Mapping[str, Numbers]) -> Numbers:
     """Return whether a transfer carries weights or gradients of one layer while another layer computes."""
     parallel = step.config.parallel
+    if transfer.what == UPDATES:
+        # An update comes when all else of the step is done.
+        return False
     if transfer.axes == (REPLICA,):
         # What crosses the replicas does so before the first layer, or after the last, but for gradients that do so
         # during the next step.

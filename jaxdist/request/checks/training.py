@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from jaxdist.config import Config, spikes
 from jaxdist.config.left_out import batches_until, problem_of, ranges_of
+from jaxdist.output.units import remedy
 from jaxdist.request.checks.registry import check
 from jaxdist.request.knobs import shown
 
@@ -47,6 +48,23 @@ def _last_rate(config: Config) -> Iterator[str]:
             f"optimizer.learning_rate {rate:g} x optimizer.final {final:g}, the learning rate at the end, becomes "
             "infinity in float32; lower optimizer.final"
         )
+
+
+@check("optimizer.name", "model.family", "model.lora_rank", "pipeline.schedule")
+def _whole_matrices(config: Config) -> Iterator[str]:
+    rule = config.optimizer
+    if rule.rule.matrices is None:
+        return
+    but = f"optimizer.name is {rule.name}, which reads whole matrices of the layers, but"
+    if config.model.images:
+        yield f"{but} model.family {config.model.family} describes none; set optimizer.name to adamw"
+    elif config.model.frozen:
+        yield f"{but} {config.model.frozen_by} freezes them; set optimizer.name to adamw"
+    if config.pipeline.asynchronous:
+        yield (
+            f"{but} pipeline.schedule {config.pipeline.schedule} updates a stage inside of its pipeline, where no "
+            "device gets any; "
+        ) + remedy("optimizer.name to adamw", "pipeline.schedule to 1f1b")
 
 
 @check("data.skip")

@@ -1,0 +1,91 @@
+"""Predict what an update sends and computes that reads whole matrices of the layers (`optimizers.muon`).
+
+Where mesh axes split dims of a matrix, an all-to-all for each such dim deals whole matrices to the devices, and another
+one brings the updates back, once a step and in f32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxdist.config import Config
+from jaxdist.config.matmuls import matmuls_of
+from jaxdist.config.matrices import as_matrices, matrices_of
+from jaxdist.config.stacks import stacks_of
+from jaxdist.planning.parameter_layout import Placed
+from jaxdist.planning.predicted_collectives import ALL_TO_ALL, F32, Transfer, transfer
+from jaxdist.planning.sharded_model import ShardedModel
+from jaxdist.sharding import Layout, axes_of
+
+UPDATES = "matrices of an update"
+"""The `Transfer.what` of these all-to-alls."""
+
+
+class Dealt(NamedTuple):
+    """How a parameter's matrices are dealt to the devices that hold parts of them."""
+
+    own: int
+    """Matrices of which a device holds a part, padding included: layers times experts, and fused ones count once."""
+    ways: int
+    """Devices that hold the parts."""
+    splits: list[tuple[str, ...]]
+    """For each dim that is split, the axes that do it."""
+    whole: tuple[int, ...]
+    """The dims of one of them."""
+    part: tuple[int, ...]
+    """The dims of the part that a device holds."""
+
+
+def dealt(p: Placed, layout: Layout) -> Dealt:
+    """Return how the matrices of a parameter are dealt; it has some."""
+    role = p.place.role
+    assert role.matrices is not None
+    first = role.stacked + role.matrices.experts
+    part = layout.shard_shape(p.shape, p.place.held)
+    axes = [axes_of(split) for split in p.place.held.partitions[first:]]
+    splits = [split for split in axes if layout.size(*split) > 1]
+    ways = math.prod(layout.size(*split) for split in splits)
+    own = math.prod(part[:first])
+    return Dealt(-(-own // ways) * ways, ways, splits, p.shape[first:], part[first:])
+
+
+def predict(config: Config, p: Placed, layout: Layout) -> Iterator[Transfer]:
+    """Yield the transfers of the update of a parameter; none where no number of it needs another."""
+    if not config.optimizer.rule.reads_whole(p.place.role):
+        return
+    found = dealt(p, layout)
+    elements = found.own * math.prod(found.part)
+    for axes in found.splits:
+        yield transfer(layout, UPDATES, ALL_TO_ALL, axes, 2, 2 * elements, F32)
+
+
+def flops(sharded: ShardedModel) -> int:
+    """Return the FLOPs of a device in the products of an update."""
+    update = sharded.config.optimizer.rule
+    rule = update.matrices
+    total = 0
+    for p in sharded.parameters:
+        matrices = p.place.role.matrices
+        if rule is None or matrices is None or not update.reads_whole(p.place.role):
+            continue
+        found = dealt(p, sharded.layout)
+        of_one = sum(rule.flops(*sizes) for sizes in matrices.sizes(found.whole))
+        total += found.own // found.ways * of_one
+    return total
+
+
+def flops_of_all(config: Config) -> int:
+    """Return the FLOPs in the products of an update of all matrices of the model, each one once."""
+    rule = config.optimizer.rule.matrices
+    if rule is None or not matrices_of(config.model):
+        return 0
+    total = 0
+    for stack in stacks_of(config.model).values():
+        for matmul in matmuls_of(stack).values():
+            shape = matmul.shape[1:] if matmul.stacked else matmul.shape
+            experts = matmul.shape[0] if matmul.stacked else 1
+            sizes = as_matrices(matmul).sizes(shape)
+            total += stack.layers * experts * sum(rule.flops(*size) for size in sizes)
+    return total
