@@ -67,9 +67,12 @@ def lasting(path: Path) -> tuple[Path, str]:
 
 
 def frozen(holding: Holding, path: Path) -> Params:
-    """Return the parameters of a step, frozen beside the adapters of a run, as it holds them."""
+    """Return the parameters of a step, frozen beside the adapters of a run, as it holds them.
+
+    The step is one that `lasting` has found, which has read it through.
+    """
     folder, which = checkpoint_of(path)
-    with Checkpoints(folder.path, keep=None) as checkpoints:
+    with Checkpoints(folder.path, keep=None, thorough=False) as checkpoints:
         params, _ = checkpoints.restore_params(holding.to_read, {}, checkpoints.find(which))
     check_loaded(params, f"the base {path}", "name another step as --init-from, in a new run")
     return jax.tree.map_with_path(holding.hold, params)

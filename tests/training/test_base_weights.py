@@ -120,6 +120,23 @@ def test_a_run_is_a_base_by_its_latest_step_and_stays_one_when_it_goes_on(tmp_pa
     assert base_for(config, facts_of(first)) == first
 
 
+def test_a_step_that_is_the_base_is_read_through_once(tmp_path, monkeypatch):
+    """For its checksums; what Orbax reads then are the arrays."""
+    run_from(LLAMA, tmp_path / "base")
+    read = []
+
+    def counting(path):
+        read.append(path.name)
+        return checksum(path)
+
+    checksum = files.checksum
+    monkeypatch.setattr(files, "checksum", counting)
+    run = Run(config_of(tmp_path / "base", tmp_path / "run"))
+    with jax.set_mesh(run.mesh):
+        assert jax.tree.leaves(base_of(tmp_path / "base").read(run))
+    assert len(read) == sum(path.is_file() for path in (tmp_path / "base/checkpoints/1").rglob("*"))
+
+
 def test_the_best_step_that_stands_in_for_the_latest_is_the_base(tmp_path):
     run_from(LLAMA, tmp_path / "base")
     go_on(tmp_path / "base", best=True)

@@ -65,11 +65,12 @@ class Checkpoints:
     Every process of a run calls every method; the leader looks at the disk, and all follow what it finds.
     """
 
-    def __init__(self, run_dir: Path, keep: int | None, every: int = 0):
+    def __init__(self, run_dir: Path, keep: int | None, every: int = 0, thorough: bool = True):
         """Open the folder.
 
         `keep` is how many of the newest steps to keep, beside the multiples of `every` (0: none of them); None only
-        reads, and changes nothing on disk.
+        reads, and changes nothing on disk. Where not `thorough`, of sealed steps only the sizes of files are compared:
+        for who has just read them through.
         """
         folder = Path(run_dir).resolve() / "checkpoints"
         run = run_id(Path(run_dir))
@@ -78,6 +79,7 @@ class Checkpoints:
         self._best = OrbaxWriter(StepDir(folder / BEST, run), 1, kind=BEST, sealed=note)
         self._aside = [StepDir(folder / ASIDE, run), StepDir(folder / ASIDE / BEST, run)]
         self._seals = keep is not None
+        self._thorough = thorough
         self._shared: SharedReading | None = None
         if keep is not None:
             # Whoever writes has a folder that all processes share; readers may have a copy each.
@@ -349,7 +351,7 @@ class Checkpoints:
         seal = folder.seal_of(step)
         if seal is None:
             return self._damage_without_seal(folder, step, expected)
-        damage = folder.damage(step, compare=self._shared.differing if self._shared else None)
+        damage = folder.damage(step, self._thorough, self._shared.differing if self._shared else None)
         if damage is None and seal.step is None:
             self.notes.append(f"checkpoint {folder.path(step)} has checksums of an older jaxdist, without run and step")
         return damage
