@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from jaxdist.huggingface.chat_template import ChatTemplate
     from jaxdist.training.continuation import Continuation
     from jaxdist.training.generation import Prompter, Writer
+    from jaxdist.training.run import Run
 
 DESCRIPTION = (
     "Generate text from a run's checkpoint. Needs only the run folder; all devices of the mesh take part. RUN may also "
@@ -119,7 +120,7 @@ def generate(request: Request, texts: Sequence[str] | None, draws: Sampling, job
     from jaxdist.huggingface.chat_template import read_chat_template
     from jaxdist.huggingface.given_tokenizer import largest_id
     from jaxdist.training.continuation import Ending
-    from jaxdist.training.decoding import Choice, Decoding, check_fits
+    from jaxdist.training.decoding import Choice, Decoding, check_fits, room_for
     from jaxdist.training.generation import Prompter, Writer
     from jaxdist.training.restore import restore
 
@@ -139,8 +140,12 @@ def generate(request: Request, texts: Sequence[str] | None, draws: Sampling, job
     if note and job.env.leader:
         print(f"note: {note}", file=sys.stderr)
 
-    rows = max(1, len(prompts) * extras["samples"])
-    trained = restore(config, extras["checkpoint"], batch=False, check=partial(check_fits, rows=rows))
+    def check(run: Run) -> None:
+        # How long a conversation gets is not known yet.
+        room = room_for(run, prompts, extras["tokens"]) if prompts else None
+        check_fits(run, max(1, len(prompts) * extras["samples"]), room)
+
+    trained = restore(config, extras["checkpoint"], batch=False, check=check)
     choice = Choice(draws.temperature, draws.top_k, draws.top_p, largest_id(tokenizer) + 1, draws.repetition_penalty)
     writer = Writer(Decoding(trained.run, trained.params), choice, extras["seed"] or 0, partial(job.note, STEPPING))
     if texts is None:

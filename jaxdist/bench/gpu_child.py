@@ -296,7 +296,7 @@ def decode(
     for name in ("compiling", MEASURING):
         phase(name)
         times = [time.perf_counter()]
-        for _ in zip(range(tokens), decoding.draw(prompts, choice, 0), strict=False):
+        for _ in decoding.draw(prompts, choice, 0, most=tokens):
             times.append(time.perf_counter())
     found = {
         "rows": rows,

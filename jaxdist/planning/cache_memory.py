@@ -12,12 +12,13 @@ from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import SEQUENCE
 
 
-def cache_bytes(sharded: ShardedModel, rows: int) -> int:
+def cache_bytes(sharded: ShardedModel, rows: int, length: int | None = None) -> int:
     """Return the bytes of the cache on each device for a number of rows on the mesh: exact.
 
-    That is L S K (H + U) numbers in the compute dtype for each row (Shazeer 2019, section 2.4.1), over the devices that
-    share them: rows over the batch, S over `context`, L over `pipeline`, and K over `model`, where fewer heads than
-    devices are repeated. Uneven stages are padded. In layers with a sliding window, S is that window (`slots_of`).
+    S is `length`, the tokens of a row that the cache holds; without it, `model.sequence`. There are L S K (H + U)
+    numbers in the compute dtype for each row (Shazeer 2019, section 2.4.1), over the devices that share them: rows over
+    the batch, S over `context`, L over `pipeline`, and K over `model`, where fewer heads than devices are repeated.
+    Uneven stages are padded. In layers with a sliding window, S is that window (`slots_of`).
     """
     sizes = sharded.config.model
     layout = sharded.layout
@@ -26,7 +27,7 @@ def cache_bytes(sharded: ShardedModel, rows: int) -> int:
         stages = Stages.cut(sizes.layers, 1, 1, len(sizes.kinds))
     own_rows = -(-rows // layout.ranks)
     parts = layout.parts(SEQUENCE)
-    slots = [slots_of(kind, sizes.sequence, parts) // parts for kind in sizes.kinds]
+    slots = [slots_of(kind, length or sizes.sequence, parts) // parts for kind in sizes.kinds]
     of_layers = stages.virtual * sum(stages.places_of(kind) * slots[kind] for kind in range(stages.period))
     kept = cached_heads_of(sizes, layout.parts("heads")).keys_and_values
     return of_layers * own_rows * kept * sharded.split.width
@@ -42,19 +43,19 @@ def weight_bytes(sharded: ShardedModel) -> int:
     return total
 
 
-def problem(sharded: ShardedModel, rows: int, room: float | None, beside: int = 0) -> str:
+def problem(sharded: ShardedModel, rows: int, room: float | None, beside: int = 0, length: int | None = None) -> str:
     """Return why a device with `room` bytes cannot hold weights and cache for a number of rows; empty if it can.
 
-    `beside` are the bytes of a train state that stays there meanwhile.
+    `beside` are the bytes of a train state that stays there meanwhile; `length` as in `cache_bytes`.
     """
-    cache = cache_bytes(sharded, rows)
+    cache = cache_bytes(sharded, rows, length)
     weights = weight_bytes(sharded)
     if room is None or cache + weights + beside <= room:
         return ""
     state = f" and {size(beside)} of the train state" if beside else ""
-    sequence = sharded.config.model.sequence
+    tokens = length or sharded.config.model.sequence
     return (
-        f"the key-value cache of {counted(rows, 'row')} of model.sequence {sequence} takes {size(cache)} "
+        f"the key-value cache of {counted(rows, 'row')} of {counted(tokens, 'token')} takes {size(cache)} "
         f"on each device, beside {size(weights)} of weights{state}, and a device has {size(room)}; generate fewer "
-        f"texts at once, lower model.sequence, or take a mesh with more devices"
+        f"or shorter texts at once, lower model.sequence, or take a mesh with more devices"
     )

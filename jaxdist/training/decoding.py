@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -17,14 +16,15 @@ from jaxdist.config import NotFinite, RequestError
 from jaxdist.models import Params
 from jaxdist.parallel.context import Starts
 from jaxdist.planning import cache_memory
+from jaxdist.sharding import SEQUENCE
 from jaxdist.training.forward.cached import CachedForward, Caches
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
-from jaxdist.training.prompts import lay_out
+from jaxdist.training.prompts import cached_tokens, lay_out
 from jaxdist.training.run import Run
 from jaxdist.training.sampling import NOT_FINITE, Choice
 
-__all__ = ["Choice", "Decoding", "Drawn", "check_fits", "continued"]
+__all__ = ["Choice", "Decoding", "Drawn", "check_fits", "continued", "room_for"]
 
 
 Seen = Bool[Array, "B V"] | None
@@ -46,10 +46,15 @@ class Drawn(NamedTuple):
     """The tokens of each row, with the next one; None without a penalty on them."""
     lengths: Int[np.ndarray, " B"]
     """The tokens of each prompt."""
+    room: int
+    """The tokens of each row that the cache holds."""
 
 
 class Decoding:
-    """Generates with the weights of a run: one program for each bucket of prompts, and one for all further tokens."""
+    """Generates with the weights of a run: a program for each bucket of prompts, and one for all further tokens.
+
+    There are more of both where texts of other lengths need a cache of another size.
+    """
 
     def __init__(self, run: Run, params: Params | None = None):
         """Take the parameters of a train state of `run`, or wait for `load`."""
@@ -77,8 +82,9 @@ class Decoding:
         choice: Choice,
         seed: int,
         moving: Callable[[], object] = lambda: None,
+        most: int | None = None,
     ) -> Iterator[Int[np.ndarray, " P"]]:
-        """Yield the next token of each prompt, until prompt and tokens fill the model's sequence in every row.
+        """Yield the next token of each prompt, until there are `most`, or all rows fill the model's sequence.
 
         A row that is full has the token -1. The draw of a row depends on the seed, the row and the number of the token
         alone. `moving` is called before each token, as a sign of life. Raises `RequestError` for a prompt that is empty
@@ -86,12 +92,13 @@ class Decoding:
         logits to draw from.
         """
         room = self.sequence - np.asarray([len(prompt) for prompt in prompts])
+        count = max(room) if most is None else min(most, max(room))
         key = jax.random.key(seed)
         moving()
-        drawn = self.start(prompts, choice, key)
-        for number in range(max(room)):
+        drawn = self.start(prompts, choice, key, most)
+        for number in range(count):
             tokens = drawn.tokens
-            if number + 1 < max(room):
+            if number + 1 < count:
                 moving()
                 drawn = self.step(drawn, choice, key, number + 1)
             found = np.where(number < room, np.asarray(tokens)[: len(prompts)], -1)
@@ -107,17 +114,21 @@ class Decoding:
                 f"model's logits are NaN or infinite; {self.run.against_overflow}"
             )
 
-    def start(self, prompts: Sequence[Sequence[int]], choice: Choice, key: Key[Array, ""]) -> Drawn:
+    def start(
+        self, prompts: Sequence[Sequence[int]], choice: Choice, key: Key[Array, ""], most: int | None = None
+    ) -> Drawn:
         """Prefill the cache with prompts, and draw the token after each of them.
 
-        Raises `RequestError` as `draw` does, before anything is compiled.
+        The cache has room for the `most` tokens that shall be drawn, or for the model's sequence. Raises
+        `RequestError` as `draw` does, before anything is compiled.
         """
-        check_fits(self.run, len(prompts))
         laid_out = lay_out(prompts, self.run.layout.ranks, self.sequence)
+        room = room_for(self.run, prompts, most)
+        check_fits(self.run, len(prompts), room)
         seen = self._seen(choice, prompts, laid_out.lengths.size)
         with jax.set_mesh(self.run.mesh):
-            made = self.prefill(choice, self.weights, key, *laid_out, seen)
-        return Drawn(*made, laid_out.lengths)
+            made = self.prefill(choice, room, self.weights, key, *laid_out, seen)
+        return Drawn(*made, laid_out.lengths, room)
 
     def step(self, drawn: Drawn, choice: Choice, key: Key[Array, ""], number: int) -> Drawn:
         """Enter the tokens that were drawn into the cache, and draw the next ones, which have this number.
@@ -125,24 +136,24 @@ class Decoding:
         The cache is donated.
         """
         # A full row goes on in its last slot, while others are not full; its tokens are not read.
-        positions = np.minimum(drawn.lengths + np.int32(number - 1), np.int32(self.sequence - 1))
+        positions = np.minimum(drawn.lengths + np.int32(number - 1), np.int32(drawn.room - 1))
+        arguments = (drawn.cache, drawn.tokens, positions, key, np.int32(number), drawn.seen)
         with jax.set_mesh(self.run.mesh):
-            made = self.extend(
-                choice, self.weights, drawn.cache, drawn.tokens, positions, key, np.int32(number), drawn.seen
-            )
-        return Drawn(*made, drawn.lengths)
+            made = self.extend(choice, drawn.room, self.weights, *arguments)
+        return Drawn(*made, drawn.lengths, drawn.room)
 
-    def cache_bytes(self, rows: int) -> int:
-        """Return the bytes of the cache on each device, for a number of prompts."""
-        return cache_memory.cache_bytes(self.run.sharded, rows)
+    def cache_bytes(self, rows: int, room: int | None = None) -> int:
+        """Return the bytes of the cache on each device, for a number of prompts and `room` tokens of each."""
+        return cache_memory.cache_bytes(self.run.sharded, rows, room)
 
     @cached_property
     def prefill(self) -> Callable[..., Made]:
-        """The programs that prefill, one for each shape of prompts and each `Choice`."""
+        """The programs that prefill, one for each shape of prompts, each `Choice` and each room of the cache."""
 
-        @partial(jax.jit, static_argnums=0)
+        @partial(jax.jit, static_argnums=(0, 1))
         def prefill(
             choice: Choice,
+            room: int,
             weights: Params,
             key: Key[Array, ""],
             tokens: Int[Array, "R T"],
@@ -151,18 +162,19 @@ class Decoding:
             lengths: Int[Array, " B"],
             seen: Seen,
         ) -> Made:
-            cache, logits = self.forward.prefill(weights, tokens, starts, begins, lengths)
+            cache, logits = self.forward.prefill(weights, tokens, starts, begins, lengths, room)
             return cache, logits, *self._choose(choice, key, jnp.zeros((), jnp.int32), logits, seen)
 
         return prefill
 
     @cached_property
     def extend(self) -> Callable[..., Made]:
-        """The program of a step."""
+        """The programs of a step, one for each `Choice` and each room of the cache."""
 
-        @partial(jax.jit, static_argnums=0, donate_argnums=2)
+        @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
         def extend(
             choice: Choice,
+            room: int,
             weights: Params,
             cache: Caches,
             tokens: Int[Array, " B"],
@@ -171,7 +183,7 @@ class Decoding:
             number: Int[Array, ""],
             seen: Seen,
         ) -> Made:
-            cache, logits = self.forward.step(weights, cache, tokens, positions)
+            cache, logits = self.forward.step(weights, cache, tokens, positions, room)
             return cache, logits, *self._choose(choice, key, number, logits, seen)
 
         return extend
@@ -196,12 +208,19 @@ class Decoding:
         return tokens, seen
 
 
-def check_fits(run: Run, rows: int, beside: int = 0) -> None:
+def room_for(run: Run, prompts: Sequence[Sequence[int]], most: int | None) -> int:
+    """Return the tokens of each row that a cache must hold for `most` tokens behind these prompts."""
+    longest = max(map(len, prompts))
+    return cached_tokens(longest, most, run.config.model.sequence, run.layout.parts(SEQUENCE))
+
+
+def check_fits(run: Run, rows: int, room: int | None = None, beside: int = 0) -> None:
     """Raise `RequestError` where a device cannot hold the weights of `run` and the cache of all prompts.
 
-    `beside` are the bytes of a train state that stays there meanwhile.
+    The cache holds `room` tokens of each prompt, or as many as the model's sequence has. `beside` are the bytes of a
+    train state that stays there meanwhile.
     """
-    problem = cache_memory.problem(run.sharded, rows, run.capacity, beside)
+    problem = cache_memory.problem(run.sharded, rows, run.capacity, beside, room)
     if problem:
         raise RequestError(problem)
 
@@ -218,7 +237,7 @@ def continued(
     """Return the prompts, each continued by at most `tokens` tokens, and up to the first of the tokens `stops`."""
     texts = [list(prompt) for prompt in prompts]
     ended = [False] * len(texts)
-    for drawn in itertools.islice(decoding.draw(prompts, choice, seed, moving), tokens):
+    for drawn in decoding.draw(prompts, choice, seed, moving, tokens):
         for number, token in enumerate(drawn.tolist()):
             ended[number] |= token < 0 or token in stops
             if not ended[number]:

@@ -100,7 +100,8 @@ class Writer:
         """
         prompts = [text.prompt for text in texts]
         seed = (self._seed + turn) % 2**32
-        for tokens in self._decoding.draw(prompts, self._choice, seed, self._moving):
+        most = max(text.ending.tokens for text in texts)
+        for tokens in self._decoding.draw(prompts, self._choice, seed, self._moving, most):
             for text, token in zip(texts, tokens, strict=True):
                 if not text.ended:
                     show(text.add(int(token)))

@@ -33,6 +33,21 @@ def bucket(tokens: int, sequence: int) -> int:
     return min(size, sequence)
 
 
+def cached_tokens(longest: int, further: int | None, sequence: int, parts: int = 1) -> int:
+    """Return how many tokens of each row a cache holds, for prompts of at most `longest` and `further` after them.
+
+    None stands for as many as the `sequence` of the model has room for. It is a power of two, or one and a half of one,
+    so that few programs are compiled; `parts` devices share it evenly; and it is at most `sequence`.
+    """
+    if further is None:
+        return sequence
+    needed = min(longest + further, sequence)
+    size = bucket(needed, sequence)
+    if size * 3 // 4 >= needed:
+        size = size * 3 // 4
+    return -(-size // parts) * parts
+
+
 def lay_out(prompts: Sequence[Sequence[int]], ranks: int, sequence: int) -> Prefill:
     """Return the prefill of `prompts` on `ranks` batch ranks; prompts of one token are added so that they divide.
 

@@ -9,7 +9,7 @@ from jaxdist.config import RequestError
 from jaxdist.huggingface.given_tokenizer import ids_of, largest_id, load_tokenizer
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Params
-from jaxdist.training.decoding import Choice, Decoding, check_fits, continued
+from jaxdist.training.decoding import Choice, Decoding, check_fits, continued, room_for
 from jaxdist.training.run import Run
 
 TOKENS = 50
@@ -57,7 +57,8 @@ class Samples:
                     f"leaves no room for more; shorten it"
                 )
         # Now, and not at the first sample, up to which the run would have trained in vain.
-        check_fits(run, len(self.ids), run.predicted_memory.arguments)
+        room = room_for(run, self.ids, TOKENS)
+        check_fits(run, len(self.ids), room, run.predicted_memory.arguments)
 
     def _asked(self, prompt: str, asks: Callable[[str], str]) -> list[int]:
         """Return a prompt as the model is asked in the conversations that it learns from."""

@@ -1,5 +1,7 @@
 """Generation with a key-value cache is generation by whole passes: the same logits and the same tokens, on any mesh."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -117,6 +119,21 @@ def test_devices_share_a_cache():
     assert {mesh: on(mesh) for mesh in shares} == pytest.approx(shares)
 
 
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [("llama", "1x1x1"), ("gemma", "1x1x1"), pytest.param("llama", "context=2", marks=pytest.mark.slow)],
+)
+def test_a_cache_holds_what_will_be_drawn_and_no_more(family, mesh):
+    """Two prompts of which 3 tokens are drawn need 12 slots of the 24; the tokens are the same."""
+    decoding = decoding_of(family, mesh)
+    whole = list(itertools.islice(decoding.draw(PROMPTS[:2], GREEDY, seed=0), 3))
+    few = list(decoding.draw(PROMPTS[:2], GREEDY, seed=0, most=3))
+    np.testing.assert_array_equal(few, whole)
+    drawn = decoding.start(PROMPTS[:2], GREEDY, jax.random.key(0), most=3)
+    assert drawn.room == 12
+    assert own_bytes(drawn.cache) == decoding.cache_bytes(2, 12) < decoding.cache_bytes(2)
+
+
 def test_there_is_one_program_for_each_bucket_and_one_for_steps():
     decoding = decoding_of("llama")
     for prompts in (PROMPTS[:1], [[1, 2]], [list(range(14))], [list(range(17))], [list(range(20))]):
@@ -131,7 +148,7 @@ def test_a_step_writes_into_the_cache_that_it_gets(alone):
     drawn = alone.start(PROMPTS, GREEDY, key)
     with jax.set_mesh(alone.run.mesh):
         arguments = (drawn.cache, drawn.tokens, drawn.lengths, key, np.int32(1), drawn.seen)
-        step = alone.extend.lower(GREEDY, alone.weights, *arguments)
+        step = alone.extend.lower(GREEDY, drawn.room, alone.weights, *arguments)
     assert step.compile().memory_analysis().alias_size_in_bytes == own_bytes(drawn.cache)
 
 
@@ -186,7 +203,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(monkey
     needed = decoding.cache_bytes(2) + own_bytes(decoding.weights)
     monkeypatch.setattr(Run, "capacity", needed)
     check_fits(decoding.run, 2)
-    with pytest.raises(RequestError, match=r"cache of 3 rows of model.sequence 24 takes .* KiB on each device"):
+    with pytest.raises(RequestError, match=r"cache of 3 rows of 24 tokens takes .* KiB on each device"):
         decoding.start(PROMPTS[:3], GREEDY, jax.random.key(0))
     assert decoding.prefill._cache_size() == 0
 
@@ -194,7 +211,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(monkey
 def test_generate_refuses_it_before_it_reads_weights(monkeypatch):
     monkeypatch.setattr(Run, "capacity", 1000.0)
     monkeypatch.setattr("jaxdist.weights.pretrained.parameters", lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(RequestError, match=r"cache of 3 rows of model.sequence 32 takes"):
+    with pytest.raises(RequestError, match=r"cache of 3 rows of 32 tokens takes"):
         generate.main([str(GOLDEN / "llama31"), "--samples=3", "--model.sequence=32"])
 
 

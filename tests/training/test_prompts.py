@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxdist.training.prompts import Prefill, _first_fit, bucket, lay_out
+from jaxdist.training.prompts import Prefill, _first_fit, bucket, cached_tokens, lay_out
 
 SEQUENCE = 48
 
@@ -22,6 +22,25 @@ def found(laid_out: Prefill, ranks: int) -> list[list[int]]:
     each = len(laid_out.begins) // ranks
     places = enumerate(zip(laid_out.begins, laid_out.lengths, strict=True))
     return [own[number // each, begin : begin + length].tolist() for number, (begin, length) in places]
+
+
+@pytest.mark.parametrize(
+    ("further", "parts", "tokens"),
+    [
+        (1, 1, 64),
+        (4, 1, 64),
+        (5, 1, 96),
+        (36, 1, 96),
+        (37, 1, 128),
+        (37, 3, 129),
+        (141, 1, 200),
+        (10_000, 1, 200),
+        (None, 1, 200),
+    ],
+)
+def test_a_cache_has_room_for_the_prompt_and_what_follows(further, parts, tokens):
+    """A power of two, or one and a half of one, up to the sequence of the model."""
+    assert cached_tokens(60, further, 200, parts) == tokens
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -88,8 +88,9 @@ class CachedForward:
         starts: Starts,
         begins: Int[Array, " B"],
         lengths: Int[Array, " B"],
+        room: int,
     ) -> tuple[Caches, Float[Array, "B V"]]:
-        """Return (the cache of B fresh prompts, the logits after each of them).
+        """Return (the cache of B fresh prompts, which holds `room` tokens of each; the logits after each of them).
 
         The prompts stand in R rows of T tokens; `starts` is None where each row is one prompt. `begins` says where each
         prompt begins in the tokens of its own batch rank, counted row by row, and `lengths` how long it is.
@@ -102,19 +103,22 @@ class CachedForward:
             arguments.append(reshard(starts, of_tokens))
             specs.append(of_tokens)
         prefill = jax.shard_map(
-            self._prefill,
+            partial(self._prefill, room),
             in_specs=(self._weight_specs, *specs),
             out_specs=(self._cache_spec, self._logit_spec),
         )
         return prefill(weights, *arguments)
 
     def step(
-        self, weights: Params, cache: Caches, tokens: Int[Array, " B"], positions: Int[Array, " B"]
+        self, weights: Params, cache: Caches, tokens: Int[Array, " B"], positions: Int[Array, " B"], room: int
     ) -> tuple[Caches, Float[Array, "B V"]]:
-        """Return (the cache with one token more in each row, at `positions`; the logits after these tokens)."""
+        """Return (the cache with one token more in each row, at `positions`; the logits after these tokens).
+
+        `room` is what `prefill` got.
+        """
         rows = self.layout.spec([BATCH])
         specs = (self._weight_specs, self._cache_spec, rows, rows)
-        step = jax.shard_map(self._step, in_specs=specs, out_specs=(self._cache_spec, self._logit_spec))
+        step = jax.shard_map(partial(self._step, room), in_specs=specs, out_specs=(self._cache_spec, self._logit_spec))
         return step(weights, cache, reshard(tokens, rows), reshard(positions, rows))
 
     @property
@@ -135,6 +139,7 @@ class CachedForward:
 
     def _prefill(
         self,
+        room: int,
         weights: Params,
         tokens: jax.Array,
         begins: jax.Array,
@@ -143,7 +148,7 @@ class CachedForward:
     ) -> tuple[Caches, jax.Array]:
         """Do the work of `prefill` on one device."""
         # A slot that no token is for gets the first one.
-        sources = [begins[:, None] + jnp.maximum(0, self._tokens_in(kind, lengths - 1)) for kind in self.kinds]
+        sources = [begins[:, None] + jnp.maximum(0, self._tokens_in(kind, room, lengths - 1)) for kind in self.kinds]
         inputs = BlockInputs(starts=starts)
 
         def layer(stack: Stack, w: Params, x: jax.Array, caches: Caches, place: Place) -> tuple[jax.Array, Caches]:
@@ -161,19 +166,19 @@ class CachedForward:
 
         tops = self._tops(weights)
         x = self._vary(self.model.embed(self._with_blocks(tops), tokens, inputs))
-        x, cache = self._through(layer, weights, x, self._empty(len(begins)))
+        x, cache = self._through(layer, weights, x, self._empty(len(begins), room))
         last = _taken(x, (begins + lengths - 1)[:, None])
         return jax.tree.map(lambda a: a[:, None], cache), self._logits(tops, last)
 
     def _step(
-        self, weights: Params, cache: Caches, tokens: jax.Array, positions: jax.Array
+        self, room: int, weights: Params, cache: Caches, tokens: jax.Array, positions: jax.Array
     ) -> tuple[Caches, jax.Array]:
         """Do the work of `step` on one device."""
         # The only token of a row has index 0.
         inputs = BlockInputs(starts=-positions[:, None])
-        counts = [self._count(kind) for kind in self.kinds]
-        slots = [self._slots(kind) for kind in self.kinds]
-        held = [self._tokens_in(kind, positions) for kind in self.kinds]
+        counts = [self._count(kind, room) for kind in self.kinds]
+        slots = [self._slots(kind, room) for kind in self.kinds]
+        held = [self._tokens_in(kind, room, positions) for kind in self.kinds]
         rows = jnp.arange(len(tokens))
 
         def layer(stack: Stack, w: Params, x: jax.Array, caches: Caches, place: Place) -> tuple[jax.Array, Caches]:
@@ -250,26 +255,26 @@ class CachedForward:
         axes = (*self.layout.split(BATCH), *self.layout.split(SLOTS), *self.layout.split(STAGES))
         return region.vary(x, axes)
 
-    def _count(self, kind: Kind) -> int:
-        """Return the slots of a row in layers of a kind, on all devices."""
-        return slots_of(kind, self.config.sequence, self.inner.parts(SLOTS))
+    def _count(self, kind: Kind, room: int) -> int:
+        """Return the slots of a row in layers of a kind, on all devices, of a cache that holds `room` tokens."""
+        return slots_of(kind, room, self.inner.parts(SLOTS))
 
-    def _slots(self, kind: Kind) -> Int[Array, " C"]:
+    def _slots(self, kind: Kind, room: int) -> Int[Array, " C"]:
         """Return the slots that this device holds of layers of a kind."""
-        return self.inner.positions(self._count(kind) // self.inner.parts(SLOTS), SLOTS)
+        return self.inner.positions(self._count(kind, room) // self.inner.parts(SLOTS), SLOTS)
 
-    def _tokens_in(self, kind: Kind, positions: Int[Array, " B"]) -> Int[Array, "B C"]:
+    def _tokens_in(self, kind: Kind, room: int, positions: Int[Array, " B"]) -> Int[Array, "B C"]:
         """Return which tokens are in these slots, where the last one of a row is at `positions`."""
-        return tokens_in(self._slots(kind), self._count(kind), positions)
+        return tokens_in(self._slots(kind, room), self._count(kind, room), positions)
 
-    def _empty(self, rows: int) -> Caches:
-        """Return this device's part of caches of zeros, for a number of rows of its own."""
+    def _empty(self, rows: int, room: int) -> Caches:
+        """Return this device's part of caches of zeros, for a number of rows of its own and `room` tokens of each."""
         heads = cached_heads_of(self.config, self.layout.parts("heads"))
         axes = [axis for name in (STAGES, BATCH, SLOTS, "heads") for axis in self.layout.split(name)]
 
         def empty(stages: Stages, number: int, kind: Kind) -> Cache:
             layers = len(range(number, stages.depth, stages.period))
-            slots = self._count(kind) // self.layout.parts(SLOTS)
+            slots = self._count(kind, room) // self.layout.parts(SLOTS)
             shape = (stages.virtual, layers, rows, slots, heads.key_value)
             sizes = (heads.key_size, heads.value_size)
             return Cache(*(region.zeros((*shape, size), self.forward.dtype, axes) for size in sizes))
