@@ -33,14 +33,24 @@ def cache_bytes(sharded: ShardedModel, rows: int, length: int | None = None) -> 
     return of_layers * own_rows * kept * sharded.split.width
 
 
-def weight_bytes(sharded: ShardedModel) -> int:
+def keeps_whole(sharded: ShardedModel, room: float | None, beside: int = 0) -> bool:
+    """Return whether generation gathers the weights of ZeRO 3 once, and not in each layer for each token.
+
+    It does where they take at most half of what `beside` leaves of the `room` bytes of a device.
+    """
+    return room is not None and _weight_bytes(sharded, whole=True) <= (room - beside) / 2
+
+
+def weight_bytes(sharded: ShardedModel, room: float | None, beside: int = 0) -> int:
     """Return the bytes of the weights that a device holds in the compute dtype, as generation keeps them."""
-    config = sharded.config
-    total = 0
-    for parameter in replace(sharded, layout=sharded.layout.with_whole_rows()).parameters:
-        elements = parameter.rest if config.parallel.zero == 3 else parameter.use
-        total += elements * parameter.width(config)
-    return total
+    return _weight_bytes(sharded, sharded.config.parallel.zero < 3 or keeps_whole(sharded, room, beside))
+
+
+def _weight_bytes(sharded: ShardedModel, whole: bool) -> int:
+    parameters = replace(sharded, layout=sharded.layout.with_whole_rows()).parameters
+    elements = [parameter.use if whole else parameter.rest for parameter in parameters]
+    widths = [parameter.width(sharded.config) for parameter in parameters]
+    return sum(count * width for count, width in zip(elements, widths, strict=True))
 
 
 def problem(sharded: ShardedModel, rows: int, room: float | None, beside: int = 0, length: int | None = None) -> str:
@@ -49,7 +59,7 @@ def problem(sharded: ShardedModel, rows: int, room: float | None, beside: int = 
     `beside` are the bytes of a train state that stays there meanwhile; `length` as in `cache_bytes`.
     """
     cache = cache_bytes(sharded, rows, length)
-    weights = weight_bytes(sharded)
+    weights = weight_bytes(sharded, room, beside)
     if room is None or cache + weights + beside <= room:
         return ""
     state = f" and {size(beside)} of the train state" if beside else ""

@@ -56,12 +56,17 @@ class Decoding:
     There are more of both where texts of other lengths need a cache of another size.
     """
 
-    def __init__(self, run: Run, params: Params | None = None):
-        """Take the parameters of a train state of `run`, or wait for `load`."""
+    def __init__(self, run: Run, params: Params | None = None, beside: int = 0):
+        """Take the parameters of a train state of `run`, or wait for `load`.
+
+        `beside` are the bytes of a train state that stays on each device meanwhile.
+        """
         assert isinstance(run.forward, DecoderForward | PipelineForward)
         self.run = run
         self.sequence = run.config.model.sequence
-        self.forward = CachedForward(run.forward, run.config.model, run.layout)
+        self.beside = beside
+        whole = cache_memory.keeps_whole(run.sharded, run.capacity, beside)
+        self.forward = CachedForward(run.forward, run.config.model, run.layout, whole)
         self.weights: Params | None = None
         self.load(params)
 
@@ -124,7 +129,7 @@ class Decoding:
         """
         laid_out = lay_out(prompts, self.run.layout.ranks, self.sequence)
         room = room_for(self.run, prompts, most)
-        check_fits(self.run, len(prompts), room)
+        check_fits(self.run, len(prompts), room, self.beside)
         seen = self._seen(choice, prompts, laid_out.lengths.size)
         with jax.set_mesh(self.run.mesh):
             made = self.prefill(choice, room, self.weights, key, *laid_out, seen)

@@ -36,8 +36,8 @@ def bucket(tokens: int, sequence: int) -> int:
 def cached_tokens(longest: int, further: int | None, sequence: int, parts: int = 1) -> int:
     """Return how many tokens of each row a cache holds, for prompts of at most `longest` and `further` after them.
 
-    None stands for as many as the `sequence` of the model has room for. It is a power of two, or one and a half of one,
-    so that few programs are compiled; `parts` devices share it evenly; and it is at most `sequence`.
+    None stands for as many as the `sequence` of the model has room for. So that few programs are compiled, it is a
+    power of two or `sequence`, or three quarters of one of these; `parts` devices share it evenly.
     """
     if further is None:
         return sequence

@@ -89,4 +89,4 @@ class Samples:
     @cached_property
     def _decoding(self) -> Decoding:
         """One for the whole run, so that its programs are compiled once."""
-        return Decoding(self.run)
+        return Decoding(self.run, beside=self.run.predicted_memory.arguments)

@@ -8,6 +8,7 @@ import pytest
 
 from jaxdist import generate
 from jaxdist.config import RequestError
+from jaxdist.planning import cache_memory
 from jaxdist.planning.cache_memory import cache_bytes, weight_bytes
 from jaxdist.training.decoding import Choice, Decoding, check_fits
 from jaxdist.training.run import Run
@@ -81,13 +82,36 @@ def test_cached_tokens_and_logits_are_those_of_whole_passes(alone):
     ),
     ids=str,
 )
-def test_a_mesh_generates_what_one_device_does(family, mesh, more):
-    """Tokens and logits; and its cache and weights take the predicted bytes."""
+def test_a_mesh_generates_what_one_device_does(family, mesh, more, monkeypatch):
+    """Tokens and logits; and its cache and weights take the predicted bytes. At ZeRO 3, each layer gathers its own."""
+    monkeypatch.setattr(cache_memory, "keeps_whole", lambda *_: False)
     decoding = decoding_of(family, mesh, **more)
     assert_as_whole_passes(family, decoding, PROMPTS)
     cache = decoding.start(PROMPTS, GREEDY, jax.random.key(0)).cache
     assert own_bytes(cache) == decoding.cache_bytes(len(PROMPTS))
-    assert own_bytes(decoding.weights) == weight_bytes(decoding.run.sharded)
+    assert own_bytes(decoding.weights) == weight_bytes(decoding.run.sharded, decoding.run.capacity)
+
+
+@pytest.mark.parametrize("mesh", ["2x2x1", pytest.param("data=2,pipeline=2", marks=pytest.mark.slow)])
+def test_weights_of_zero_3_are_gathered_once_where_they_fit(mesh, monkeypatch):
+    """A step gathers none."""
+    decoding = decoding_of("gpt", mesh, parallel={"zero": 3})
+    assert_as_whole_passes("gpt", decoding, PROMPTS)
+    assert own_bytes(decoding.weights) == weight_bytes(decoding.run.sharded, decoding.run.capacity)
+    assert not step_gathers(decoding)
+    monkeypatch.setattr(Run, "capacity", 2 * own_bytes(decoding.weights) - 1)
+    layered = decoding_of("gpt", mesh, parallel={"zero": 3})
+    assert own_bytes(layered.weights) < own_bytes(decoding.weights)
+    assert step_gathers(layered)
+
+
+def step_gathers(decoding: Decoding) -> int:
+    """How many all-gathers are written in the program of a step."""
+    drawn = decoding.start(PROMPTS, GREEDY, jax.random.key(0))
+    arguments = (drawn.cache, drawn.tokens, drawn.lengths, jax.random.key(0), np.int32(1), drawn.seen)
+    with jax.set_mesh(decoding.run.mesh):
+        traced = decoding.extend.trace(GREEDY, drawn.room, decoding.weights, *arguments)
+    return str(traced.jaxpr).count("all_gather")
 
 
 def own_bytes(tree) -> int:

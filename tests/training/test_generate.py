@@ -36,7 +36,7 @@ class Scripted:
         self.seen = []
         """What was on the screen before each token."""
 
-    def draw(self, prompts, choice, seed, moving):
+    def draw(self, prompts, choice, seed, moving, most):
         self.asked.append((prompts, choice, seed))
         for number in range(64):
             moving()

@@ -39,7 +39,7 @@ def found(laid_out: Prefill, ranks: int) -> list[list[int]]:
     ],
 )
 def test_a_cache_has_room_for_the_prompt_and_what_follows(further, parts, tokens):
-    """A power of two, or one and a half of one, up to the sequence of the model."""
+    """A power of two or the sequence of the model, or three quarters of it."""
     assert cached_tokens(60, further, 200, parts) == tokens
 
 

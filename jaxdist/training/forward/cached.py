@@ -42,8 +42,11 @@ Caches = tuple[Cache, ...]
 class CachedForward:
     """The programs of generation, to be jitted; they take weights that `ready` has made."""
 
-    def __init__(self, forward: DecoderForward | PipelineForward, config: ModelConfig, layout: Layout):
-        """Take the forward pass of training, its model's configuration, and the layout of its mesh."""
+    def __init__(self, forward: DecoderForward | PipelineForward, config: ModelConfig, layout: Layout, whole: bool):
+        """Take the forward pass of training, its model's configuration, and the layout of its mesh.
+
+        Whether weights of ZeRO 3 are kept `whole`, or gathered in each layer for each token, is up to the caller.
+        """
         self.forward = forward
         self.config = config
         self.layout = layout.with_whole_rows()
@@ -51,6 +54,8 @@ class CachedForward:
         """The layout inside the region."""
         self.model = build_decoder(config, self.inner)
         self.piped = forward.stages is not None
+        self.gathers = forward.stage == 3 and not whole
+        """Whether each layer gathers its weights when it runs."""
         stacks = stacks_of(config).values()
         self.kinds = [kind for stack in stacks for kind in stack.kinds]
         """The kinds of layers by their numbers."""
@@ -66,18 +71,13 @@ class CachedForward:
         for _ in range(lead):
             self.layer_places = jax.tree.map(lambda place: place.layer, self.layer_places)
 
-    @property
-    def gathers(self) -> bool:
-        """Whether each layer gathers its weights when it runs (ZeRO 3)."""
-        return self.forward.stage == 3
-
     def ready(self, params: Params) -> Params:
         """Return the parameters of a train state as the region takes them, in the compute dtype.
 
-        At ZeRO 3 they stay sharded over `data`.
+        Where each layer gathers its own, they stay sharded over `data`.
         """
         weights = self.forward.weights(to_device(params))
-        if self.piped and not self.gathers:
+        if not self.gathers and (self.piped or self.forward.stage == 3):
             weights = jax.tree.map(zero.gather, self.forward.places, weights)
         return jax.tree.map(reshard, weights, self._weight_specs)
 
