@@ -3,6 +3,8 @@
 The cache of a layer has C slots for each row: all S positions, or the W of a sliding window. The token at position p is
 in slot p mod C, in the place of the one C before it, which no later query sees. What lies in a slot before its first
 token is never seen. All of it runs in a manual region, on arrays of one device.
+
+The slots of a head lie one behind another, so that the products with a query read them as they lie.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from jaxdist.sharding import wide
 class Cache(NamedTuple):
     """Keys and values of a device's layers of one kind, in the order of `Stages`, which has v and depth."""
 
-    k: Float[Array, "v depth B C K H"]
-    v: Float[Array, "v depth B C K U"]
+    k: Float[Array, "v depth B K C H"]
+    v: Float[Array, "v depth B K C U"]
 
 
 def slots_of(kind: Kind, sequence: int, parts: int) -> int:
@@ -46,8 +48,8 @@ def tokens_in(slots: Int[Array, " C"], count: int, positions: Int[Array, " B"]) 
 def attend_to_slots(
     scores: Scores,
     q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B C K H"],
-    v: Float[Array, "B C K U"],
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C U"],
     tokens: Int[Array, "B C"],
     positions: Int[Array, " B"],
 ) -> Attended:
@@ -57,15 +59,15 @@ def attend_to_slots(
     al. 2017, eq. 1).
     """
     rows, _, heads, size = q.shape
-    grouped = q.reshape(rows, k.shape[2], -1, size) * scores.scale
-    products = jnp.einsum("BKGH,BCKH->BKGC", grouped, k, preferred_element_type=wide(q.dtype))
+    grouped = q.reshape(rows, k.shape[1], -1, size) * scores.scale
+    products = jnp.einsum("BKGH,BKCH->BKGC", grouped, k, preferred_element_type=wide(q.dtype))
     seen = scores.seen(positions[:, None], tokens) & (tokens >= 0)
     products = jnp.where(seen[:, None, None], scores.capped(products), -jnp.inf)
     highest = jnp.max(products, -1, keepdims=True)
     # A device may hold no slot that the query sees: its scores are all -inf, and their difference would be NaN.
     p = jnp.exp(products - jnp.where(highest == -jnp.inf, 0, highest))
     total = jnp.sum(p, -1, keepdims=True)
-    out = jnp.einsum("BKGC,BCKU->BKGU", p.astype(v.dtype), v, preferred_element_type=p.dtype)
+    out = jnp.einsum("BKGC,BKCU->BKGU", p.astype(v.dtype), v, preferred_element_type=p.dtype)
     out = out / jnp.where(total == 0, 1, total)
     sums = highest + jnp.log(total)
     return Attended(out.reshape(rows, 1, heads, -1), sums.reshape(rows, 1, heads))

@@ -123,8 +123,8 @@ class CachedForward:
 
     @property
     def _cache_spec(self) -> Tree:
-        """How the cache lies: layers over stages, rows over the batch, slots over `context`, heads over `model`."""
-        return self.layout.spec([None, STAGES, None, BATCH, SLOTS, "heads", None])
+        """How the cache lies: layers over stages, rows over the batch, heads over `model`, slots over `context`."""
+        return self.layout.spec([None, STAGES, None, BATCH, "heads", SLOTS, None])
 
     @property
     def _logit_spec(self) -> Tree:
@@ -158,7 +158,7 @@ class CachedForward:
                 scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Sinks = None
             ) -> tuple[jax.Array, Cache]:
                 found = causal_attention(self.inner, scores, q, k, scores.values(k, v), starts, sinks)
-                return found, Cache(*(_taken(a, sources[kind]) for a in (k, v)))
+                return found, Cache(*(_taken(a, sources[kind]).swapaxes(1, 2) for a in (k, v)))
 
             x, made = self.model.block_with(self._in_use(stack.of(self.layer_places), w), x, inputs, attend, kind)
             cache = Cache(*(_put(all_, new, place) for all_, new in zip(caches[place.kind], made, strict=True)))
@@ -188,7 +188,7 @@ class CachedForward:
             slot = jnp.where(place.counts, positions % counts[kind] - own[0], len(own))
 
             def write(to: jax.Array, new: jax.Array) -> jax.Array:
-                at = to.at[place.chunk, place.of_kind, rows, slot]
+                at = to.at[place.chunk, place.of_kind, rows, :, slot]
                 return at.set(new[:, 0], mode="drop", wrap_negative_indices=False)
 
             def attend(
@@ -275,7 +275,7 @@ class CachedForward:
         def empty(stages: Stages, number: int, kind: Kind) -> Cache:
             layers = len(range(number, stages.depth, stages.period))
             slots = self._count(kind, room) // self.layout.parts(SLOTS)
-            shape = (stages.virtual, layers, rows, slots, heads.key_value)
+            shape = (stages.virtual, layers, rows, heads.key_value, slots)
             sizes = (heads.key_size, heads.value_size)
             return Cache(*(region.zeros((*shape, size), self.forward.dtype, axes) for size in sizes))
 
