@@ -5,10 +5,12 @@ What is compared with is one device in float32; the difference is the rounding o
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxdist.config import PipelineConfig
 from jaxdist.training.forward.loss_scale import LEAST, MOST, PATIENCE, LossScale
+from jaxdist.training.forward.rounded_moments import rounded
 from tests.parity import cases
 from tests.tiers import exhaustive
 
@@ -36,6 +38,17 @@ def test_an_overflow_is_skipped_and_the_steps_after_it_equal_one_device(row):
     np.testing.assert_allclose(got.norms[1:], wanted.norms, rtol=1e-2)
     got.losses, got.norms, got.gradient = wanted.losses, wanted.norms, wanted.gradient
     cases.assert_equal(got, wanted, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("what", exhaustive([("adapters",), ("moments",)]))
+def test_scaling_alone_changes_nothing(what):
+    """In float32, by powers of two: of adapters beside frozen weights, and with moments that are rounded by chance."""
+    rule = rounded(optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda count: -0.5)), ("trace",))
+    options = {"model": MODEL.model_copy(update={"lora_rank": 4})} if what == "adapters" else {"optimizer": rule}
+    wanted = cases.train("2x1x1", stage=1, **options)
+    got = cases.train("2x1x1", stage=1, scales=(2.0**12,) * 3, **options)
+    assert got.scales == [(2.0**12, good, 0) for good in (1, 2, 3)]
+    cases.assert_equal(got, wanted, tolerance=1e-6)
 
 
 def _rows(number: int) -> dict[str, np.ndarray]:

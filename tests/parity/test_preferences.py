@@ -69,6 +69,8 @@ EXHAUSTIVE = [
     ("dpo", "context=2", FULL, 1, {}),
     ("dpo", "expert=2", ADAPTED, 1, {}),
     ("orpo", "1x1x1", FULL, 2, {}),
+    ("dpo", "2x1x1", LORA, 1, dict(scales=(2.0**12,) * 3)),
+    ("orpo", "1x1x2", FULL, 2, dict(scales=(2.0**12,) * 3, pipeline=PipelineConfig(schedule="1f1b"))),
 ]
 
 

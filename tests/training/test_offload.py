@@ -22,7 +22,11 @@ ROWS = [
     ("1x1x2", "1", "mixed", "block", "1"),
 ]
 
-OTHERS = [("2x1x1", "2", "float32", "offload", "2"), ("data=2,context=2,model=1", "1", "mixed", "block", "1")]
+OTHERS = [
+    ("2x1x1", "2", "float16", "block", "1"),
+    ("2x1x1", "2", "float32", "offload", "2"),
+    ("data=2,context=2,model=1", "1", "mixed", "block", "1"),
+]
 
 
 def run_with(mesh: str, zero: str, precision: str, remat: str, micro: str, offload: str) -> Run:
