@@ -71,6 +71,14 @@ MIXTURE = {
         "--model.family moe --model.dense-layers 4",
         [("model.dense_layers 4 leaves no layer with experts of model.layers 4; set model.dense_layers to 3",)],
     ),
+    "stages without a layer with experts": Wrong(
+        "--model.family moe --model.dense-layers 2 --mesh pipeline=4",
+        [("model.dense_layers 2 leaves 2 layers with experts, fewer than the 4 stages", "layers to 6", "axis to 2")],
+    ),
+    "stages of forms and kinds": Wrong(
+        "--model.family moe --model.dense-layers 1 --model.period sliding,full --model.window 8 --mesh pipeline=2",
+        [("model.period has several kinds, of which a pipeline makes no stages; set pipeline to 1",)],
+    ),
     "uneven groups": Wrong(
         "--model.family moe --model.router-group-score best --model.router-groups 3",
         [("model.experts 8 does not divide by model.router_groups 3; set model.router_groups to 2 or 4",)],
