@@ -308,7 +308,7 @@ def _arithmetic(step: Step, cluster: Cluster) -> tuple[float, float]:
         layers = 0.0
         for one in step.stacks:
             times = times_of_layer(one.config, layout, step.tokens, cluster).times(one.config.model.layers)
-            layers += both_passes(config, times.F, times.B)
+            layers += float(both_passes(config, times.F, times.B))
         work = k * (layers + head)
         return work, work
     # Work is that of evenly split layers; the schedule runs stages with their padding.
@@ -321,7 +321,7 @@ def _arithmetic(step: Step, cluster: Cluster) -> tuple[float, float]:
     if config.refers_in_step:
         # Its pass runs the ticks of F, each of one chunk.
         lockstep += pipe.ticks("F") * padded.F / pipe.stages.virtual
-    return k * (both_passes(config, even.F, even.B) + head), lockstep
+    return k * (float(both_passes(config, even.F, even.B)) + head), lockstep
 
 
 @dataclass(frozen=True)
