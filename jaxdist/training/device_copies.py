@@ -94,7 +94,7 @@ class DeviceCopies:
         by_groups: dict[Groups, list[str]] = defaultdict(list)
         for name, groups in copied.items():
             by_groups[groups].append(name)
-        found = []
+        found: list[Difference] = []
         for groups, names in sorted(by_groups.items()):
             digests = _joined({place: _digest([row[name] for name in names]) for place, row in own.items()})
             suspects = [place for part in _parts(groups) for place in part if len({digests[p] for p in part}) > 1]
