@@ -58,6 +58,8 @@ EXERCISES = {
     "ddp-average": "what every worker holds after the all-reduce of data parallelism",
     "1f1b-order": "the order of a stage's units in 1F1B",
     "zero-shards": "the bytes of model states on a device, by ZeRO stage",
+    "column-row": "what each device adds to a block of two split matmuls",
+    "place": "where a device stands on a mesh of data x model x pipeline",
     "top-k": "the largest elements of a gradient, with error feedback",
 }
 """Name -> what a function of the reader's own computes. They stand here, so that the list imports no lab."""

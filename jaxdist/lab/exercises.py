@@ -139,12 +139,60 @@ def top_k_cases() -> Iterator[Case]:
         waiting = kept
 
 
+def column_row_cases() -> Iterator[Case]:
+    """Yield rows and two weights, and what each device adds to the result, from its shards on a mesh."""
+    import jax
+
+    from jaxdist.lab.phases import cpu_mesh
+    from jaxdist.sharding import Layout
+
+    random = np.random.default_rng(0)
+    for devices, hidden in ((2, 4), (4, 8)):
+        x = random.normal(size=(3, 5)).astype(np.float32)
+        a = random.normal(size=(5, hidden)).astype(np.float32)
+        b = random.normal(size=(hidden, 5)).astype(np.float32)
+        mesh = cpu_mesh(f"1x{devices}x1")
+        layout = Layout.on(mesh)
+        shards = []
+        for weight, axes in ((a, ("embed", "mlp")), (b, ("mlp", "embed"))):
+            placed = jax.device_put(weight, jax.NamedSharding(mesh, layout.spec(axes)))
+            shards.append({piece.device: np.asarray(piece.data) for piece in placed.addressable_shards})
+        parts = [np.maximum(x @ shards[0][one], 0) @ shards[1][one] for one in mesh.devices.flat]
+        yield Case(f"{devices} devices, {hidden} hidden", (x, a, b, devices), parts)
+
+
+def place_cases() -> Iterator[Case]:
+    """Yield the number of a device, and its place on the mesh that jaxdist makes."""
+    from jaxdist.lab.phases import cpu_mesh
+    from jaxdist.mesh import DATA, MODEL, PIPELINE
+
+    for sizes in ((2, 2, 2), (1, 4, 2), (2, 1, 4)):
+        mesh = cpu_mesh("x".join(map(str, sizes)))
+        axes = [mesh.axis_names.index(axis) for axis in (DATA, MODEL, PIPELINE)]
+        for number, device in enumerate(sorted(mesh.devices.flat, key=lambda one: one.id)):
+            (at,) = np.argwhere(mesh.devices == device)
+            told = f"device {number} of {sizes[0]} x {sizes[1]} x {sizes[2]}"
+            yield Case(told, (number, *sizes), [int(at[axis]) for axis in axes])
+
+
 EXERCISES = {
     "ddp-average": Exercise(
         "average",
         ("gradients",),
         "Return what the workers hold after the all-reduce: a list of as many arrays, each the mean of all gradients.",
         average_cases,
+    ),
+    "column-row": Exercise(
+        "parts",
+        ("x", "a", "b", "devices"),
+        "Return for each device its part of relu(x a) b, whose sum is the result: a is cut by columns and b by rows.",
+        column_row_cases,
+    ),
+    "place": Exercise(
+        "place",
+        ("number", "data", "model", "pipeline"),
+        "Return the place of a device, counted from 0, along data, model and pipeline: model runs fastest, then data.",
+        place_cases,
     ),
     "1f1b-order": Exercise(
         "order",

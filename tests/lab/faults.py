@@ -497,6 +497,7 @@ FAULTS = (
     Fault("snapshot-epoch", every_batch_is_the_first),
     Fault("snapshot-writers", every_process_leads),
     Fault("torchrun-env", every_process_has_rank_0),
+    Fault("deepspeed-config", every_second_row_is_left_out),
     Fault("torchrun-world", a_node_has_two_tasks),
     Fault("slurm-script", a_node_has_two_tasks),
     Fault("fp16-loss-scale", an_overflow_changes_nothing),

@@ -13,7 +13,7 @@ from jaxdist.lab.__main__ import LABS, main
 from jaxdist.lab.claim import LABELS, Check, Claim, Outcome
 from jaxdist.lab.reductions.checks import CHECKS as REDUCTIONS
 from tests.lab.faults import CACHES, FAULTS
-from tests.lab.pages import assert_pasted
+from tests.lab.pages import DOCS, assert_pasted
 
 CHECKS = claims.checks()
 SLOW = {
@@ -33,16 +33,26 @@ SLOW = {
     "topk-only",
     "topk-int8",
     "dgc-ratio",
-    "tip-zero2",
-    "fsdp-discard",
     "fsdp-reduction",
-    "primitive-uses",
-    "fsdp-shardwise-update",
-    "allreduce-one-gpu",
 }
 """Those that compile for seconds."""
 
-IDS = [pytest.param(id, marks=pytest.mark.slow if id in SLOW else ()) for id in CHECKS if id not in REDUCTIONS]
+DEAR = {
+    "tip-zero2",
+    "fsdp-discard",
+    "primitive-uses",
+    "fsdp-shardwise-update",
+    "allreduce-one-gpu",
+    "deepspeed-config",
+}
+"""Those that only the exhaustive tier runs: others compile nearly the same."""
+
+
+def marks(id: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] * (id in SLOW) + [pytest.mark.exhaustive] * (id in DEAR)
+
+
+IDS = [pytest.param(id, marks=marks(id)) for id in CHECKS if id not in REDUCTIONS]
 """Those of the reductions have tests of their own, which share their programs."""
 
 
@@ -280,3 +290,10 @@ def test_labs_keep_their_names():
 
 def test_the_page_for_students_shows_what_is_printed():
     assert_pasted(claims.measure(claims.claims()["zero-7p5b-2"]).lines(), "reference/claims.md")
+
+
+def test_the_page_lists_every_claim_with_its_label():
+    """`scripts/refresh_docs.py docs/reference/claims.md` makes the list; here only names and labels are compared."""
+    listed = re.findall(r"^passed {7}(.{11})(\S+)", (DOCS / "reference" / "claims.md").read_text(), re.MULTILINE)
+    wanted = [(claim.label, claim.id) for _, group in claims.topics() for claim in group]
+    assert [(label.strip(), id) for label, id in listed] == wanted

@@ -32,6 +32,18 @@ def bytes_per_device(parameters, devices, stage):
         weights /= devices
     return weights + gradients + optimizer
 """,
+    "column-row": """
+import numpy as np
+
+def parts(x, a, b, devices):
+    columns = np.split(a, devices, axis=1)
+    rows = np.split(b, devices, axis=0)
+    return [np.maximum(x @ c, 0) @ r for c, r in zip(columns, rows)]
+""",
+    "place": """
+def place(number, data, model, pipeline):
+    return [number // model % data, number % model, number // (model * data)]
+""",
     "top-k": """
 import numpy as np
 
@@ -54,6 +66,12 @@ WRONG = [
     ("zero-shards", "stage >= 2", "stage >= 3", "gradients are whole at stage 2"),
     ("zero-shards", "12 * parameters", "8 * parameters", "the masters are forgotten"),
     ("zero-shards", "optimizer /= devices", "optimizer /= 8", "always eight devices"),
+    ("column-row", "(b, devices, axis=0)", "(b[::-1], devices, axis=0)", "rows in the wrong order"),
+    ("column-row", "np.maximum(x @ c, 0)", "x @ c", "nothing between the products"),
+    ("column-row", "return [np.maximum(x @ c, 0) @ r for", "return [np.maximum(x @ a, 0) @ b for", "each has it all"),
+    ("place", "number // model % data, number % model", "number % data, number // data % model", "data runs fastest"),
+    ("place", "number // (model * data)", "number // model", "pipeline runs with data"),
+    ("place", "number // model % data", "number // model", "a rank beyond the axis"),
     ("top-k", "-abs(x)", "-x", "the largest by value"),
     ("top-k", "gradient + waiting", "gradient", "what waits is forgotten"),
     ("top-k", "x - sent", "waiting + sent", "what is sent waits"),
@@ -108,7 +126,7 @@ def test_a_file_that_is_no_answer(text, problem, tmp_path):
     ("argv", "problem"),
     [
         (["ddp-avarage", "x.py"], "there is no exercise 'ddp-avarage'; did you mean 'ddp-average'?"),
-        (["ddp-average"], "write exercise NAME FILE; the names are ddp-average, 1f1b-order, zero-shards, top-k"),
+        (["ddp-average"], "write exercise NAME FILE; the names are ddp-average, 1f1b-order, "),
         (
             ["top-k", "gone.py"],
             "there is no file 'gone.py'; write one that begins with: def compress(gradient, waiting, k)",

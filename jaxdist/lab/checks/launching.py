@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import re
+import tempfile
+from contextlib import redirect_stdout
 
+from jaxdist import train
+from jaxdist.config import RequestError
+from jaxdist.lab.checks.data import MODEL, data_set
 from jaxdist.lab.claim import Check, Claim, Outcome
+from jaxdist.lab.phases import cpu_mesh
 from jaxdist.launch import slurm_launch, slurm_script
+
+ROWS = 400
+"""Rows to train on: enough for a batch of 256."""
 
 OPTIONS = ["--time", "1:00:00", "--run-dir", "runs/course", "--precision", "float32"]
 
@@ -36,7 +46,28 @@ def script(claim: Claim, gpus: int = 1) -> Outcome:
     return Outcome(value, claim.met(value), lines)
 
 
+def snippet(claim: Claim, batch: int = 256) -> Outcome:
+    """Run the DeepSpeed snippet as one command of jaxdist, on a tiny model and two devices; returns its exit code."""
+    asked = ["--train.global-batch-size", str(batch), "--parallel.zero", "2", "--precision", "bfloat16"]
+    sizes = {"layers": 1, "embed": 16, "heads": 2, "sequence": MODEL.sequence, "vocab": MODEL.vocab}
+    tiny = [word for name, size in sizes.items() for word in (f"--model.{name}", str(size))]
+    cpu_mesh("2x1x1")
+    with data_set(ROWS) as data, tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()) as said:
+        files = ["--data.path", str(data.path), "--data.validation-path", str(data.validation_path)]
+        run = ["--mesh", "2x1x1", "--train.steps", "1", "--run-dir", f"{folder}/run"]
+        try:
+            code = train.main(["gpt_tiny", *asked, *tiny, *files, *run])
+            told = [line for line in said.getvalue().splitlines() if line.startswith("step 1/1")]
+        except RequestError as error:
+            # As the command itself would end.
+            code = 2
+            told = error.problems
+    lines = (f"python -m jaxdist.train gpt_tiny {' '.join(asked)}", *(line.split("  norm")[0] for line in told))
+    return Outcome(code, claim.met(code), lines)
+
+
 CHECKS = {
+    "deepspeed-config": Check(snippet, {"batch": 1024}),
     "torchrun-world": Check(world, {"each": 2}),
     "slurm-script": Check(script, {"gpus": 2}),
 }
