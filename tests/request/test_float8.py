@@ -4,11 +4,14 @@ import pytest
 
 import jaxdist
 from jaxdist.config import Config, RequestError
+from jaxdist.mesh import parse_mesh
+from jaxdist.mesh.split import Split
 from jaxdist.planning.clusters import cluster
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.search.plan import search
 from jaxdist.request import load
 from jaxdist.training.run import Run
+from jaxdist.training.verifying_runs import comparable
 
 FP8 = Config(mesh="1x1x1", precision="fp8")
 
@@ -33,6 +36,11 @@ def test_gpus_without_it_are_refused():
     # AMD's, whose formats are others.
     with pytest.raises(RequestError, match="these GPUs have no fp8"):
         FP8.with_precision(cpu=False, capability=())
+
+
+def test_a_step_of_it_is_not_verified():
+    with pytest.raises(RequestError, match=r"precision is fp8, .* as much as a fault; verify with precision bfloat16"):
+        comparable(Split(FP8, parse_mesh("1x1x1")))
 
 
 def test_it_is_not_planned_and_not_a_precision_of_modules():
