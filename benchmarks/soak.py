@@ -1,0 +1,226 @@
+"""A run of two processes under faults that are drawn from a seed, round after round: nothing may be lost.
+
+    python -m benchmarks.soak MINUTES [SEED]
+
+from the root of the repository, as root where full disks are to be among the faults. Each round is a small run that is
+interrupted `FAULTS` times, by one of
+
+    kill     SIGKILL of one process, after which the other must end by itself
+    stop     SIGSTOP of one process, likewise
+    damage   SIGKILL of both, and one bit flipped in a file of the newest checkpoint, of those that are not empty
+    full     a file system without room, until the run ends by itself; then there is room again
+
+and started again. Then it must have each step once, with the figures of a run that nothing has befallen, to the bit,
+the same parameters, and checkpoints that are whole; a damaged one must have been named. The goodput that
+it reports is compared with what else is known: its time with that from the beginning of the first start to the last
+heartbeat, which must agree to 1 %. By how much the time of steps that are kept differs from the `step_seconds` in
+metrics.jsonl, where each of them stands once, is told only.
+
+Two things are quicker than in a real run, so that minutes suffice: heartbeats come every 0.25 s and not every 5 s,
+because what a killed process has done since its last one is not known, and processes count as lost after 10 s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from jaxdist.training.checkpoint.step_dir import StepDir
+from jaxdist.training.goodput import goodput, starts_of
+from jaxdist.training.run_dir import RunFolder
+from tests.faults.jobs import ends, job, metrics, saved, step_of, told, train, until
+from tests.processes import Process
+from tests.training.conftest import SMALL, over
+from tests.training.curves import parameters
+
+STEPS = 72
+FAULTS = 4
+PROCESSES = 2
+ROOM = 64 << 20
+"""Bytes of the file system on which a run stands that is to be full."""
+
+TIMES = {"time", "step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes", "goodput"}
+"""What differs between two runs that are the same."""
+
+OPTIONS = over(
+    SMALL,
+    f"--train.steps={STEPS}", "--checkpoint.every=8", "--validation.every=40", "--model.layers=1", "--mesh=2x1x1",
+    "--parallel.zero=1", "--fault.heartbeat-seconds=10",
+)  # fmt: skip
+
+PATCH = """
+from jaxdist.cluster import heartbeat
+heartbeat.LEAST_INTERVAL = 0.25
+take = Trainer.step
+def slowly(self, step, *more):
+    time.sleep(0.1)
+    return take(self, step, *more)
+Trainer.step = slowly
+"""
+
+
+def figures(folder: Path) -> list[dict]:
+    """The lines of its metrics, without times."""
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(folder)]
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of `ROOM` bytes at `folder`."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "soak", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+class Round:
+    """One run, and what befalls it."""
+
+    def __init__(self, words: list[str], folder: Path, rng: random.Random, kinds: list[str]):
+        self.words = [*words, f"--run-dir={folder}"]
+        self.folder = folder
+        self.rng = rng
+        self.kinds = kinds
+        self.happened: Counter[str] = Counter()
+        self.damaged: list[Path] = []
+        """Files in which a bit was flipped."""
+        self.said = ""
+
+    def run(self) -> None:
+        """Let it be interrupted, and come to its end."""
+        for number in range(FAULTS):
+            with job(train(self.words, PROCESSES, PATCH)) as running:
+                # Each start comes further than the last one, and saves.
+                target = (number + 1) * STEPS // (FAULTS + 2) + self.rng.randrange(STEPS // (FAULTS + 2))
+                until(lambda: step_of(self.folder) >= target and saved(self.folder), running)  # noqa: B023
+                time.sleep(self.rng.random())
+                kind = self.rng.choice(self.kinds)
+                self.happened[kind] += 1
+                getattr(self, f"_{kind}")(running)
+                self.said += told(running)
+        with job(train(self.words, PROCESSES, PATCH)) as running:
+            codes = ends(running, 300)
+            self.said += told(running)
+            assert codes == [0] * PROCESSES, self.said
+
+    def _kill(self, running: list[Process]) -> None:
+        self._lose(running, signal.SIGKILL)
+
+    def _stop(self, running: list[Process]) -> None:
+        self._lose(running, signal.SIGSTOP)
+
+    def _lose(self, running: list[Process], how: int) -> None:
+        lost = self.rng.choice(running)
+        lost.send_signal(how)
+        others = [process for process in running if process is not lost]
+        codes = ends(others, 60)
+        assert 0 not in codes, told(running)
+        lost.kill()
+        lost.wait()
+
+    def _damage(self, running: list[Process]) -> None:
+        for process in running:
+            process.kill()
+        ends(running, 60)
+        step = StepDir(self.folder / "checkpoints").path(saved(self.folder))
+        files = sorted(path for path in step.rglob("*") if path.is_file() and path.stat().st_size)
+        file = self.rng.choice(files)
+        content = bytearray(file.read_bytes())
+        content[self.rng.randrange(len(content))] ^= 1 << self.rng.randrange(8)
+        file.write_bytes(content)
+        self.damaged.append(file)
+
+    def _full(self, running: list[Process]) -> None:
+        """No room: the run cannot save, and ends with the reason."""
+        ballast = self.folder.parent / "ballast"
+        file = os.open(ballast, os.O_WRONLY | os.O_CREAT)
+        with suppress(OSError):
+            while True:
+                os.write(file, bytes(1 << 12))
+        os.close(file)
+        codes = ends(running, 120)
+        assert 0 not in codes, told(running)
+        ballast.unlink()
+        said = told(running)
+        assert "o space left" in said, said
+
+    def check(self, straight: Path) -> tuple[float, float]:
+        """Return by which part of the time the goodput's total, and its kept steps, are off.
+
+        AssertionError where something is lost.
+        """
+        assert figures(self.folder) == figures(straight), self.said
+        steps = [line["step"] for line in metrics(self.folder) if "loss" in line]
+        assert steps == list(range(1, STEPS + 1)), steps
+        assert np.array_equal(parameters(self.folder, STEPS), parameters(straight, STEPS))
+        step_dir = StepDir(self.folder / "checkpoints")
+        assert step_dir.steps()
+        assert [step_dir.damage(step) for step in step_dir.steps()] == [None] * len(step_dir.steps())
+        for file in self.damaged:
+            step = file.relative_to(step_dir.folder).parts[0]
+            assert f"checkpoints/{step} is damaged and skipped: " in self.said, (str(file), self.said)
+        starts = starts_of(RunFolder(self.folder))
+        found = goodput(starts)
+        kept = sum(line["step_seconds"] for line in metrics(self.folder) if "loss" in line)
+        total = starts[-1].heard - starts[0].spent.began
+        assert found.starts == FAULTS + 1, (found, self.said)
+        self.goodput = str(found)
+        return abs(found.total - total) / total, abs(found.kept - kept) / total
+
+
+def main(words: list[str]) -> int:
+    minutes = float(words[0])
+    seed = int(words[1]) if len(words) > 1 else 0
+    kinds = ["kill", "stop", "damage"]
+    if os.geteuid() == 0:
+        kinds.append("full")
+    else:
+        print("full disks are left out: they need root")
+    with ExitStack() as stack:
+        base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-"))).resolve()
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(base / "xla")
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+        # What is compiled anew must not take longer than gloo waits, on a busy machine.
+        os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+        text = base / "text.txt"
+        text.write_text("".join(path.read_text() for path in sorted(Path("jaxdist/cluster").glob("*.py"))))
+        options = [*OPTIONS, f"--data.path={text}"]
+        with job(train([*options, f"--run-dir={base / 'straight'}"], PROCESSES, PATCH)) as running:
+            assert ends(running, 600) == [0] * PROCESSES, told(running)
+        disk = stack.enter_context(small_disk(base / "disk")) if "full" in kinds else base
+        end = time.monotonic() + 60 * minutes
+        number, happened, worst = 0, Counter(), (0.0, 0.0)
+        while time.monotonic() < end:
+            rng = random.Random(f"{seed} {number}")
+            with tempfile.TemporaryDirectory(dir=disk) as folder:
+                one = Round(options, Path(folder) / "run", rng, kinds)
+                one.run()
+                off = one.check(base / "straight")
+            happened += one.happened
+            worst = max(worst[0], off[0]), max(worst[1], off[1])
+            drawn = ", ".join(f"{count} {kind}" for kind, count in sorted(one.happened.items()))
+            print(f"round {number}: {drawn}; goodput off by {off[0]:.2%} and {off[1]:.2%}: {one.goodput}", flush=True)
+            number += 1
+    result = {"seed": seed, "rounds": number, "faults": dict(happened), "total off by": worst[0], "kept": worst[1]}
+    print(json.dumps(result))
+    # By how much the kept steps differ is told and not judged: the two clocks are not known to measure the same.
+    return int(worst[0] > 0.01)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
