@@ -18,7 +18,7 @@ DATA = "data alone"
 
 
 class Interval(NamedTuple):
-    """Seconds between which four in five of the published steps of a kind lay, if predicted as this one."""
+    """Seconds between which nine in ten of the published steps of a kind lay, if predicted as this one."""
 
     low: float
     high: float
@@ -45,7 +45,7 @@ def interval(kind: str, seconds: float) -> Interval:
 
 
 def coverage() -> float:
-    """Return the share of published steps that lie in the intervals which the steps of other sources make."""
+    """Return the share of a source's steps in the intervals that the steps of others make; the mean over sources."""
     return table()["coverage"]["left_out"]
 
 

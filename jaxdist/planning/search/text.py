@@ -179,7 +179,7 @@ def times(plan: Plan) -> str:
     """Return how the times are to be read."""
     first = plan.ranked[0]
     sentence = (
-        f"four in five published steps of a kind lay in such an interval, and {certainty.coverage():.0%} of a source "
+        f"nine in ten published steps of a kind lay in such an interval, and {certainty.coverage():.0%} of a source "
         "that was left out"
     )
     if first.pessimistic > EQUAL * first.seconds:
