@@ -50,6 +50,7 @@ def sampling(monkeypatch, cutting):
         memory = SimpleNamespace(arguments=0)
         return samples.Samples(SimpleNamespace(config=config, task=task, predicted_memory=memory))
 
+    monkeypatch.setattr(samples, "room_for", lambda *arguments: None)
     monkeypatch.setattr(samples, "check_fits", lambda *arguments: None)
     return make
 
