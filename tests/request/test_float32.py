@@ -45,6 +45,7 @@ OF_DEVICES = {
     "optimizer.outer_rate": NUMBER,
     "train.dpo_beta": NUMBER,
     "train.orpo_lambda": NUMBER,
+    "train.spike": (ZERO, INFINITE, ["0", "3", "3.4028234e38"]),
     "optimizer.outer_momentum": FRACTION,
 }
 """Knob -> (what float32 turns into 0, what into infinity or, of a fraction, 1, what it keeps)."""

@@ -32,7 +32,7 @@ ONE_KNOB = {
         "--model.family lama",
         [("'lama': valid are gpt, llama, gemma, moe, ", "cnn, resnet18, resnet50; did you mean 'llama'?")],
     ),
-    "near precision": Wrong("--precision mix", [("bfloat16, mixed, float16; did you mean 'mixed'?",)]),
+    "near precision": Wrong("--precision mix", [("mixed, float16, fp8; did you mean 'mixed'?",)]),
     "knob of text": Wrong("cnn_digits --model.heads 8", [("model.heads is 8, but model.family cnn does not use it",)]),
     "knob of images": Wrong("--model.classes 3", [("model.classes is 3, but model.family gpt does not use it",)]),
     "documents of images": Wrong(
@@ -89,7 +89,7 @@ NAMES = {
     "half a name": Wrong("--train.batch_size 1", [("--train.batch-size", "did you mean '--train.global-batch-size'?")]),
     "a section": Wrong("--model 4", [("model is a section; its knobs are --model.family, --model.layers",)]),
     "nothing near": Wrong("--qqq 4", [("unknown option --qqq", "--help")]),
-    "nothing near in a section": Wrong("--log.qqq 4", [("valid names are --log.every, --log.tensorboard",)]),
+    "nothing near in a section": Wrong("--log.qqq 4", [("valid names are --log.every, --log.norms, --log.tensorboard",)]),
     "without both its sections": Wrong("--vocab x", [("'--model.vocab' or '--parallel.rules.vocab'?",)]),
     "without its inner section": Wrong("--parallel.heads x", [("did you mean '--parallel.rules.heads'?",)]),
     "in a misspelt inner section": Wrong("--parallel.rulez.mlp x", [("did you mean '--parallel.rules.mlp'?",)]),
