@@ -23,7 +23,7 @@ ONE_DEVICE = "--mesh=1x1x1"
 RING = "--mesh=context=4"
 """Ring attention, because four devices do not divide two heads: rows lie in zigzag order."""
 
-TIMES = ("time", "step_seconds", "data_seconds", "tokens_per_second")
+TIMES = ("time", "step_seconds", "data_seconds", "tokens_per_second", "goodput")
 
 
 def saved(folder, step: int = 20) -> dict:
