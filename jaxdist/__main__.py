@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train a model, or resume a run",
     "launch local": "start a run of several processes on this machine, and restart it after failures",
     "launch slurm": "write or submit the Slurm job of a run, which saves and requeues itself",
+    "launch kubernetes": "print the manifest of a run for Kubernetes: a Job or a JobSet, which resumes by itself",
     "evaluate": "compute the validation loss of a run's checkpoint",
     "generate": "generate text from a run's checkpoint",
     "checkpoints": "list, verify, prune or export the checkpoints of a run",

@@ -1,4 +1,4 @@
-"""`python -m jaxdist.launch local`, `... slurm`: start a run of several processes, and restart it after failures.
+"""`python -m jaxdist.launch local`, `slurm`, `kubernetes`: start a run of several processes, again after failures.
 
 What stands behind `--` is a program of the user's, and all that is before belongs to the launcher; without it the
 program is `jaxdist.train`, and its options stand among those of the launcher.
@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from jaxdist.cluster.process_env import SLURM_SITE, check_alone
 from jaxdist.config import Busy, Config, RequestError, nearest
-from jaxdist.config.values import CountOrZero, FileName, OnHost, OnHostOrZero, PositiveMinutes, Suggested
+from jaxdist.config.values import CountOrZero, Devices, FileName, OnHost, OnHostOrZero, PositiveMinutes, Suggested
 from jaxdist.output.units import counted
-from jaxdist.request import Extra, Request, arguments, run
+from jaxdist.request import Extra, Request, arguments, fitting, run
 from jaxdist.request.checks.devices import check_cpus, check_gpus, check_nodes, fills, tasks_per_node
 from jaxdist.request.knobs import KNOBS, canonical, option
 from jaxdist.request.options import Scan
 from jaxdist.request.pretrained import RUNS
 
 if TYPE_CHECKING:
+    from jaxdist.cluster.kubernetes import Manifest
     from jaxdist.cluster.program import Program
     from jaxdist.cluster.slurm import Script
     from jaxdist.training.run_dir import RunFolder
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 USAGE = """usage: python -m jaxdist.launch WHERE [CONFIG] [options of the launcher and of train]   (see WHERE --help)
        python -m jaxdist.launch WHERE [options of the launcher] -- SCRIPT [its options]
 
-  local     --processes N: on this machine, with its GPUs divided among the processes, or on its CPU
-  slurm     --nodes N --gpus-per-node G --time T: as a Slurm job, whose script is printed or submitted"""
+  local      --processes N: on this machine, with its GPUs divided among the processes, or on its CPU
+  slurm      --nodes N --gpus-per-node G --time T: as a Slurm job, whose script is printed or submitted
+  kubernetes --nodes N --gpus-per-node G --image I --claim C: as a Job of Kubernetes, whose manifest is printed"""
 
 PROCESS_KNOBS = [name for name in KNOBS if not name.startswith("cluster.")]
 """Knobs that the launcher does not set itself."""
@@ -54,6 +56,12 @@ SLURM = (
     "when it fails; each start resumes from the newest checkpoint. Pass other options to sbatch directly: "
     "python -m jaxdist.launch slurm ... | sbatch --qos=long. With -- SCRIPT, or -- -m MODULE, the job runs a program "
     "of your own, which calls jaxdist.join()."
+)
+
+KUBERNETES = (
+    "Print the manifest of a run for Kubernetes: an Indexed Job, or a JobSet, with one pod for each node. Nothing is "
+    "submitted: python -m jaxdist.launch kubernetes ... | kubectl apply -f -. A pod that was asked to stop, or has "
+    "failed, is made again, and the run resumes from its newest checkpoint; a request that is refused ends the job."
 )
 
 
@@ -340,6 +348,71 @@ def reads(job: Launch) -> list[Path | None]:
     return [*inputs, Path(job.request.positional or "")]
 
 
+def kubernetes(argv: list[str]) -> int:
+    """Print the manifest of a run. Return the exit code."""
+    from jaxdist.cluster.kubernetes import Claim, Form, Image
+
+    if "--" in argv:
+        raise RequestError("launch kubernetes starts train only: leave out the -- and what follows it")
+    extras = [
+        Extra("nodes", 1, "Number of pods, each with one process that has all GPUs of the pod.", Devices),
+        Extra("gpus_per_node", 0, "GPUs of each pod (nvidia.com/gpu); 0: none, and the run uses CPUs.", OnHostOrZero),
+        Extra("image", "", "Image of the container; its `python` has jaxdist.", Image),
+        Extra("claim", "", "PersistentVolumeClaim that all pods mount, for run folder and data.", Claim),
+        Extra("mount", "", "Where its volume is mounted, here and in the pods; empty: at this folder.", FileName),
+        Extra("form", "job", "job: an Indexed Job; jobset: a JobSet, which the cluster must have installed.", Form),
+        Extra("job_name", "", "Name of the job; empty: that of the run folder."),
+        Extra("restarts", 3, "Largest number of restarts after failures.", CountOrZero),
+    ]
+    request = arguments(argv, "launch kubernetes", KUBERNETES, extras=extras, knobs=PROCESS_KNOBS)
+    check_alone("launch")
+    print(manifest(request).text(), end="")
+    return 0
+
+
+def manifest(request: Request) -> Manifest:
+    """Return the manifest of the request. Raises `RequestError` if it could not run. Writes nothing."""
+    from jaxdist.cluster.kubernetes import Manifest, check_mounted, name_of
+    from jaxdist.training.run_dir import RunFolder
+
+    config = request.config
+    extras = request.extras
+    for name, what in (("image", "the image that the pods run"), ("claim", "the volume claim of the run folder")):
+        if not extras[name]:
+            raise RequestError(f"--{name} is missing: {what}")
+    if config.resume != "auto":
+        raise RequestError(
+            f"--resume {config.resume} would hold for each start of a pod, and would go back, or be refused, after "
+            f"every restart; leave it out: the run resumes from its newest checkpoint"
+        )
+    check_startable(RunFolder(config.folder), config)
+    nodes, gpus = extras["nodes"], extras["gpus_per_node"]
+    check_nodes(config, nodes, nodes, gpus, 1)
+    devices = nodes * gpus
+    if fitting(config, devices) < devices:
+        raise RequestError(
+            f"mesh {config.mesh} would use {fitting(config, devices)} of {devices} GPUs: a pod without work ends, and "
+            f"is not there after a restart; choose a global batch size that divides by all, or fewer --nodes"
+        )
+    home = Path.cwd()
+    mount = Path(extras["mount"] or home)
+    check_mounted(mount, home, [config.folder, *(path for path in reads(Launch(request, None)) if path)])
+    return Manifest(
+        form=extras["form"],
+        name=name_of(extras["job_name"], config.folder, extras["form"], nodes),
+        nodes=nodes,
+        gpus_per_node=gpus,
+        image=extras["image"],
+        claim=extras["claim"],
+        mount=mount,
+        home=home,
+        program=[*train_words(request), f"--run-dir={config.folder}"],
+        grace=config.checkpoint.grace_seconds,
+        start_seconds=config.fault.start_seconds,
+        restarts=extras["restarts"],
+    )
+
+
 def check_startable(folder: RunFolder, config: Config) -> None:
     """Raise `RequestError` for problems of the run folder here, and not after the job has waited in the queue."""
     from jaxdist.training.entering import enter
@@ -359,7 +432,7 @@ def check_unfinished(folder: RunFolder, config: Config) -> None:
         raise RequestError(f"{folder.path} is finished at step {step}; to start anew, name another --run-dir")
 
 
-WHERE = {"local": local, "slurm": slurm}
+WHERE = {"local": local, "slurm": slurm, "kubernetes": kubernetes}
 
 if __name__ == "__main__":
     run(main, needs_output=False)

@@ -226,7 +226,8 @@ def test_nobody_else_reads_json_from_a_file():
 
 
 BEFORE_JAX = ["config", "mesh", "request", "train", "launch", "checkpoints", "weights.source", "training.entering"]
-BEFORE_JAX += ["cluster.process_env", "cluster.local", "cluster.slurm", "cluster.heartbeat"]
+BEFORE_JAX += ["cluster.process_env", "cluster.local", "cluster.slurm", "cluster.kubernetes"]
+BEFORE_JAX += ["cluster.heartbeat"]
 BEFORE_JAX += ["training.checkpoint.step_dir", "data.__main__", "lab.__main__", "doctor.__main__"]
 BEFORE_JAX += ["completion.table"]
 

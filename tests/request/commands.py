@@ -33,6 +33,7 @@ WORK = (
     "jaxdist.training.comparison.compare",
     "jaxdist.cluster.local.Supervisor.run",
     "jaxdist.cluster.slurm.make_logs",
+    "jaxdist.cluster.kubernetes.Manifest.text",
     "jaxdist.bench.gpu.Bench.measure",
     "jaxdist.lab.__main__.measure",
     "jaxdist.lab.all_reduce.study",
@@ -86,6 +87,7 @@ COMMANDS = [
     Command("lab model-parallel"),
     Command("lab zero-states-4x"),
     Command("lab --all"),
+    Command("launch kubernetes", ("--image=i", "--claim=c"), "CONFIG"),
 ]
 
 

@@ -48,6 +48,7 @@ LEGAL = {
         *("mode", "models", "parts", "schedule", "stages", "microbatches", "algorithm"),
         *("choices_skip", "choices_apart", "stride"),
         *("dry_run", "verify", "prune", "force", "adapter", "json", "why", "trade_off", "submit"),
+        "form",
         *("largest", "spare", "network"),
     ),
     "zero": (
@@ -112,7 +113,7 @@ LEGAL = {
         "model.lora_targets",  # without a rank
         "model.period",
         "dtype",
-        *("cluster.coordinator", "target", "picture", "why_not", "fit", "fit_out", "out", "choices"),
+        *("mount", "cluster.coordinator", "target", "picture", "why_not", "fit", "fit_out", "out", "choices"),
     ),
     "empty binary": ("env",),
     "word negative zero huge nan empty fifo folder binary": ("cluster.site",),
@@ -123,6 +124,7 @@ LEGAL = {
     "word negative zero huge long nan fifo folder binary": ("partition", "account"),
     "word negative zero huge nan unicode empty fifo folder binary": ("container",),
     "word negative zero huge long nan unicode empty fifo folder binary": ("job_name",),
+    "word zero huge nan fifo folder binary": ("image", "claim"),
     "word negative zero huge long nan unicode nul fifo folder binary": ("prompt", "stop"),
 }
 """The classes of values that an option takes -> the options; the files and folders of `make_values` are there."""
@@ -135,6 +137,7 @@ OF_COMMAND = {
     ("bench gpu", "rows"): "zero",  # of a step; elsewhere of an epoch
     ("launch slurm", "checkpoint.grace_seconds"): "",  # longer than the job
     ("launch slurm", "cluster.site"): "empty",  # or slurm: one word would be that of all tasks
+    ("launch kubernetes", "job_name"): "word nan empty fifo folder binary",  # a name of DNS
     **{("evaluate", f"data.{name}"): "word negative zero huge nan unicode fifo folder binary" for name in
        ("path", "tokenizer")},  # looked at when the run's own model is known
     ("evaluate", "data.text"): "word negative zero huge long nan unicode nul fifo folder binary",  # likewise
@@ -205,8 +208,8 @@ def named(name: str, value: str, problems: list[str]) -> bool:
 
 
 def marks_of(command: Command) -> list:
-    """`launch slurm` has what `launch local` has, and more."""
-    if command.name == "launch local":
+    """`launch slurm` has what the other launchers have, and more."""
+    if command.name in ("launch local", "launch kubernetes"):
         return [pytest.mark.exhaustive]
     return [] if command.name == "train" else [pytest.mark.slow]
 
