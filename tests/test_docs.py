@@ -16,6 +16,7 @@ PAGES = [
     *sorted((ROOT / ".github").glob("*.md")),
     *sorted(DOCS.rglob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
 ]
 
 
