@@ -62,7 +62,8 @@ def test_with_a_cache():
     """The query of position 29, to slots in any order."""
     q, k, v, _ = heads(32)
     slots = np.random.default_rng(0).permutation(32)
-    found = attend_to_slots(SCORES, q[:, 29:30], k[:, slots], v[:, slots], jnp.asarray(slots)[None], jnp.full(2, 29))
+    by_head = (a[:, slots].swapaxes(1, 2) for a in (k, v))
+    found = attend_to_slots(SCORES, q[:, 29:30], *by_head, jnp.asarray(slots)[None], jnp.full(2, 29))
     with jax.numpy_rank_promotion("allow"):
         wanted = rings.plain(q, k, v, scores=SCORES)[:, 29:30]
     np.testing.assert_allclose(found.out, wanted, atol=1e-5)

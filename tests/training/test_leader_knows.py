@@ -23,7 +23,7 @@ def process(monkeypatch, tmp_path):
     told = {}
     monkeypatch.setattr(kv_store, "processes", lambda: 2)
     monkeypatch.setattr(kv_store, "post", told.setdefault)
-    monkeypatch.setattr(kv_store, "read", told.__getitem__)
+    monkeypatch.setattr(kv_store, "read", lambda name, seconds=0.0: told[name])
     monkeypatch.setattr(kv_store, "watch", lambda name, call: call(told[name]))
     monkeypatch.setattr(known, "SETTLED", 0.0)
 
