@@ -21,7 +21,18 @@ TABLE = Path(__file__).parent / "claims.csv"
 
 TOPICS = (
     *("memory", "compute", "optimizer", "pipelines", "drawn_pipelines", "traffic", "tensor"),
-    *("experts", "long_rows", "data", "scaling", "scripts", "launching", "planned", "primitives", "at_rest"),
+    *(
+        "experts",
+        "long_rows",
+        "data",
+        "scaling",
+        "scripts",
+        "launching",
+        "planned",
+        "primitives",
+        "at_rest",
+        "overlapped",
+    ),
 )
 MODULES = (
     "jaxdist.lab.reductions.checks",

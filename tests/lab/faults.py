@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ from jax import P
 from jax.sharding import reshard
 
 from jaxdist import launch, sharding
-from jaxdist.cluster import process_env
+from jaxdist.cluster import process_env, xla_options
 from jaxdist.config import ModelConfig
 from jaxdist.data import order
 from jaxdist.data import rows as data_rows
@@ -177,6 +178,14 @@ def keys_are_sent_there_and_back(patch: pytest.MonkeyPatch) -> None:
     """Between two devices: each sends them there, back, and there again."""
     onward = context.Ring._onward
     patch.setattr(context.Ring, "_onward", lambda self, x: onward(self, onward(self, onward(self, x))))
+
+
+def reductions_stay_in_their_turn(patch: pytest.MonkeyPatch) -> None:
+    """Between hosts the step is compiled with the options for one host, with which no reduction meets another layer."""
+    within = {one.name: one.value for one in xla_options.OPTIONS[xla_options.series()].within}
+    # The step is compiled in a process of its own, which reads them there.
+    flags = " ".join(f"--{flag}" for flag in xla_options.as_flags(within).split(", "))
+    patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {flags}")
 
 
 def stages_do_not_wait(patch: pytest.MonkeyPatch) -> None:
@@ -492,6 +501,7 @@ FAULTS = (
     Fault("primitive-uses", gradients_are_summed_whole_and_then_cut, exhaustive=True),
     Fault("fsdp-p-over-n", every_stage_is_stage_0),
     Fault("ddp-steps", every_second_row_is_left_out),
+    Fault("ddp-overlap", reductions_stay_in_their_turn, slow=True),
     Fault("global-batch", every_device_has_all_rows),
     Fault("toy-cross-entropy", the_softmax_has_a_wrong_sum),
     Fault("snapshot-epoch", every_batch_is_the_first),

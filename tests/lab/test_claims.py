@@ -12,6 +12,7 @@ from jaxdist.lab import claims, page
 from jaxdist.lab.__main__ import LABS, main
 from jaxdist.lab.claim import LABELS, Check, Claim, Outcome
 from jaxdist.lab.reductions.checks import CHECKS as REDUCTIONS
+from jaxdist.programs import target
 from tests.lab.faults import CACHES, FAULTS
 from tests.lab.pages import DOCS, assert_pasted
 
@@ -34,6 +35,7 @@ SLOW = {
     "topk-int8",
     "dgc-ratio",
     "fsdp-reduction",
+    "ddp-overlap",
 }
 """Those that compile for seconds."""
 
@@ -48,8 +50,14 @@ DEAR = {
 """Those that only the exhaustive tier runs: others compile nearly the same."""
 
 
+needs_target = pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
+FOR_TARGETS = {"ddp-overlap"}
+"""Those that compile for GPUs that are not here."""
+
+
 def marks(id: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] * (id in SLOW) + [pytest.mark.exhaustive] * (id in DEAR)
+    tiers = [pytest.mark.slow] * (id in SLOW) + [pytest.mark.exhaustive] * (id in DEAR)
+    return [*tiers, *[needs_target] * (id in FOR_TARGETS)]
 
 
 IDS = [pytest.param(id, marks=marks(id)) for id in CHECKS if id not in REDUCTIONS]
@@ -92,7 +100,12 @@ def broken(monkeypatch):
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(one, id=f"{one.id}-{one.system.__name__}", marks=one.marks) for one in FAULTS],
+    [
+        pytest.param(
+            one, id=f"{one.id}-{one.system.__name__}", marks=[*one.marks, *[needs_target] * (one.id in FOR_TARGETS)]
+        )
+        for one in FAULTS
+    ],
 )
 def test_a_claim_fails_where_the_system_is_broken(fault, broken):
     """The check itself is left as it is."""
