@@ -33,7 +33,9 @@ EXTRAS = [
 def main(argv: list[str] | None = None) -> int:
     """Train, or do what --dry-run or --verify asks for instead. Return the exit code."""
     request = arguments(argv, "train", DESCRIPTION, extras=EXTRAS)
-    config = request.config
+    # The address may be a secret: nothing of the run has it, and nothing of it is saved.
+    fault = request.config.fault
+    config = request.config.model_copy(update={"fault": fault.model_copy(update={"notify": ""})})
     target = request.extras["target"]
     if request.extras["dry_run"]:
         if request.extras["verify"]:
@@ -61,18 +63,20 @@ def main(argv: list[str] | None = None) -> int:
         from jaxdist.cluster import faults, xla_options
         from jaxdist.cluster.consensus import leader_first
         from jaxdist.files.caches import programs_folder
+        from jaxdist.training.notice import giving_notice
         from jaxdist.training.run import Run
         from jaxdist.training.train_run import train
 
-        if not place.alone:
-            # Only the leader reports why the folder cannot be used.
-            config = leader_first("run folder", partial(enter, folder, config))
-        xla_options.keep_programs(programs_folder(), partial(faults.say, job.env))
-        if job.env.leader:
-            for note in [*request.notes, *notes(request.config, Known(processes=job.env.processes))]:
-                say(f"note        {note}", job.log)
-        config = choose_mesh(config, job.log)
-        return job.end(train(Run(config), folder, job))
+        with giving_notice(fault.notify, folder, job):
+            if not place.alone:
+                # Only the leader reports why the folder cannot be used.
+                config = leader_first("run folder", partial(enter, folder, config))
+            xla_options.keep_programs(programs_folder(), partial(faults.say, job.env))
+            if job.env.leader:
+                for note in [*request.notes, *notes(request.config, Known(processes=job.env.processes))]:
+                    say(f"note        {note}", job.log)
+            config = choose_mesh(config, job.log)
+            return job.end(train(Run(config), folder, job))
 
 
 def verify(config: Config) -> int:

@@ -80,7 +80,8 @@ class Job:
 
     def end(self, code: int) -> int:
         """Return `code`, the outcome of the run. One of several processes waits for all outcomes, and exits with it."""
-        self.watchdog.ended(code)
+        for hook in list(faults.exit_hooks):
+            hook(code)
         if not self.env.alone:
             self.note(ENDING)
             jax.distributed.shutdown()

@@ -49,6 +49,7 @@ from jaxdist.config.values import (
     Site,
     Stage,
     TextTemplateText,
+    WebAddress,
     WholeSeconds,
 )
 from jaxdist.process import exit_codes
@@ -348,6 +349,8 @@ class FaultConfig(Section):
     """Seconds without a heartbeat after which a process counts as lost, and the job ends."""
     compare: CountOrZero = 0
     """Steps between comparisons of what devices hold copies of, made at each save too (corrupted data); 0: none."""
+    notify: WebAddress = ""
+    """Web address to which process 0 posts a JSON when the run fails or stops early; empty: none. It is not saved."""
     start_seconds: WholeSeconds = 300
     """Seconds that the processes wait for each other at start-up (rendezvous)."""
 

@@ -10,8 +10,10 @@ import json
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 from pydantic_core import PydanticCustomError, PydanticKnownError
@@ -75,6 +77,24 @@ def _valid_paths(paths: str) -> str:
     for path in paths.split(","):
         _valid_path(path)
     return paths
+
+
+def _web_address(text: str) -> str:
+    """Return `text` if it is empty or an address that urllib can post to."""
+    if not text:
+        return text
+    with suppress(ValueError):  # of a port or an IPv6 address that is none
+        parts = urlsplit(text)
+        plain = text.isascii() and text.isprintable() and " " not in text
+        if (
+            plain
+            and parts.scheme in ("http", "https")
+            and parts.hostname
+            and parts.port != 0
+            and "@" not in parts.netloc
+        ):
+            return text
+    raise PydanticCustomError("web", "must be an address such as https://example.org/hook, without a user's name")
 
 
 def _strictly_integer(value: object) -> object:
@@ -234,6 +254,8 @@ FileName = Annotated[str, IS_PATH]
 """A path as text; empty means none."""
 Site = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]
 """The name of a site; empty means that none is named."""
+WebAddress = Annotated[str, Field(max_length=2000), AfterValidator(_web_address)]
+"""An http or https address; empty means none."""
 Prompt = Annotated[str, Field(min_length=1)]
 StopTexts = Annotated[str, AfterValidator(_stop_texts)]
 """One text, or a JSON list of several: `stop_texts` splits them."""

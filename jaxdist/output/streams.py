@@ -165,6 +165,8 @@ class LogFile:
     def __init__(self) -> None:
         self.problem: str | None = None
         """Why the last line could not be written."""
+        self.last = ""
+        """The last line, without its time."""
         self._path: Path | None = None
         self._rotates = False
         self._early: list[str] = []
@@ -186,8 +188,10 @@ class LogFile:
     def write(self, text: str) -> None:
         """Add `text`, which may be several lines."""
         now = clock()
-        content = "".join(f"{now}  {printable(line)}\n" for line in text.splitlines() or [""])
+        lines = [printable(line) for line in text.splitlines() or [""]]
+        content = "".join(f"{now}  {line}\n" for line in lines)
         with self._lock:
+            self.last = lines[-1]
             if self._path is None:
                 self._early.append(content)
             else:

@@ -53,7 +53,10 @@ STEP_KNOBS = (
 )
 """Knobs that determine a train step."""
 
-JOB_KNOBS = ("cluster", *(name for name in KNOBS if within(name, ["fault"]) and name != "fault.compare"))
+OF_RUNS = ("fault.compare", "fault.notify")
+"""Knobs of fault tolerance that only a training has."""
+
+JOB_KNOBS = ("cluster", *(name for name in KNOBS if within(name, ["fault"]) and name not in OF_RUNS))
 """Knobs of the rendezvous of several processes, and of fault tolerance."""
 
 PLANNED_KNOBS = (

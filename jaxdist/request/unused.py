@@ -183,6 +183,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     # Of one process too: how long another run must be silent until its folder may be taken.
     "fault.heartbeat_seconds": ALWAYS,
     "fault.compare": (several_devices,),
+    "fault.notify": ALWAYS,
     "fault.start_seconds": (several_processes,),
 }
 """Every knob, and the conditions that must all hold for it to have an effect."""

@@ -89,7 +89,9 @@ NAMES = {
     "half a name": Wrong("--train.batch_size 1", [("--train.batch-size", "did you mean '--train.global-batch-size'?")]),
     "a section": Wrong("--model 4", [("model is a section; its knobs are --model.family, --model.layers",)]),
     "nothing near": Wrong("--qqq 4", [("unknown option --qqq", "--help")]),
-    "nothing near in a section": Wrong("--log.qqq 4", [("valid names are --log.every, --log.norms, --log.tensorboard",)]),
+    "nothing near in a section": Wrong(
+        "--log.qqq 4", [("valid names are --log.every, --log.norms, --log.tensorboard",)]
+    ),
     "without both its sections": Wrong("--vocab x", [("'--model.vocab' or '--parallel.rules.vocab'?",)]),
     "without its inner section": Wrong("--parallel.heads x", [("did you mean '--parallel.rules.heads'?",)]),
     "in a misspelt inner section": Wrong("--parallel.rulez.mlp x", [("did you mean '--parallel.rules.mlp'?",)]),

@@ -107,6 +107,7 @@ def another(name: str) -> object:
     given = {"resume": "7", "mesh": "2x1x1", "train.epochs": 1.5, "model.rope_theta": 1e4}
     given |= {"model.rope_scaling": "linear,factor=2", "model.lora_targets": "q_proj", "data.text": "content"}
     given |= {"data.mixture": "a*0.7,b*0.3", "model.period": "sliding,full", "optimizer.rates": "head=2"}
+    given |= {"fault.notify": "http://h"}
     if name in given:
         return given[name]
     if get_origin(kind) is Annotated:
@@ -354,6 +355,10 @@ EDGES = {
     "fault.hang_seconds": ([0.0, 31_536_000.0], [-1e-9, 31_536_001.0]),
     "fault.heartbeat_seconds": ([1, 31_536_000], [0, 31_536_001]),
     "fault.start_seconds": ([1, 31_536_000], [0, 31_536_001]),
+    "fault.notify": (
+        ["", "http://h", "https://[::1]:8080/a?b=c#d"],
+        ["h", "ftp://h/", "https://", "http://h:65536/", "http://[::1/", "http://a:b@h/", "http://h/a b", "http://h/ü"],
+    ),
     "cluster.process_id": ([-1, LARGEST], [-2, LARGEST + 1]),
     "data.text": (["content", "a.b", "{a} {b}"], ["", "a..b", "{a", "{}"]),
     "parallel.zero": ([0, 1, 2, 3], [-1, 4]),
