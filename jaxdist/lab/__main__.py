@@ -193,8 +193,10 @@ def run_all(argv: list[str]) -> int:
     reports = []
     for _, group in topics():
         for claim in group:
+            _tell_under_way(f"{len(reports) + 1} of {len(claims())}: {claim.id}")
             report = measure(claim)
             reports.append(report)
+            _tell_under_way("")
             # All claims take minutes, so print each as soon as it is measured.
             if not as_json:
                 print(f"{report.status:<13}{claim.label:<{LABEL}}{claim.id:<{WIDTH}}{report.value}", flush=True)
@@ -204,6 +206,12 @@ def run_all(argv: list[str]) -> int:
     else:
         print(f"\n{summary(reports)}: {output}")
     return 0 if all(report.passed for report in reports) else 1
+
+
+def _tell_under_way(what: str) -> None:
+    """Show on a terminal what is being measured, in place of what stood there; a pipe or a file gets none of it."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)
 
 
 def _print(result: Result, as_json: bool) -> None:

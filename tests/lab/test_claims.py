@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -265,6 +266,21 @@ def test_what_is_not_checked_has_not_passed(checks, capsys, tmp_path):
     html = output.read_text()
     assert (html.count(">passed<"), html.count(">FAILED<")) == (2, 2)  # in the table, and in its topic
     assert html.count(">not checked<") == 2 * (len(told) - 2)
+
+
+def test_a_terminal_shows_which_claim_is_under_way_and_a_file_does_not(checks, capsys, monkeypatch, tmp_path):
+    checks(slingshot=outcome())
+    argv = ["--all", "--output", str(tmp_path / "all.html")]
+    main(argv)
+    lines, nothing = capsys.readouterr()
+    assert nothing == ""
+    assert len(re.findall(r"^(passed|not checked) ", lines, re.MULTILINE)) == len(claims.claims())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    main(argv)
+    same, shown = capsys.readouterr()
+    assert same == lines
+    last = list(claims.topics())[-1][1][-1].id
+    assert shown.endswith(f"\r\033[K{len(claims.claims())} of {len(claims.claims())}: {last}\r\033[K")
 
 
 def test_what_this_machine_lacks_is_told(checks, capsys):
