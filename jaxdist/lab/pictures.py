@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxdist.output.pictures import BLUE, GREEN, GREY, ORANGE, RED, blank, write_picture
+from jaxdist.output.pictures import BLACK, BLUE, GREEN, GREY, ORANGE, RED, blank, write_picture
 from jaxdist.output.units import counted
+from jaxdist.parallel.pipeline import timeline
+from jaxdist.parallel.pipeline.schedules import Schedule
+from jaxdist.parallel.pipeline.simulate import Times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,6 +52,40 @@ def years(found: Mapping[str, tuple[float, float]], title: str, path: Path) -> N
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12 - 0.5 / len(found)), ncols=2, frameon=False)
+    write_picture(path, figure, dpi=DPI)
+
+
+def of_stages(counts: Sequence[int], quantity: str, title: str, path: Path) -> None:
+    """Draw a square for each of a stage's `counts` things, such as versions of its weights, and their number."""
+    most = max(*counts, 1)
+    figure = blank(7, 0.5 * len(counts) + 1.2)
+    axes = figure.add_subplot(xlim=(0, most + 0.5), ylim=(len(counts) - 0.4, -0.6), xlabel=quantity, title=title)
+    for stage, count in enumerate(counts):
+        axes.barh([stage] * count, [0.9] * count, left=np.arange(count) + 0.05, height=0.7, color=BLUE)
+        axes.text(count + 0.12, stage, str(count), va="center")
+    axes.set_xticks(range(most + 1))
+    axes.set_yticks(range(len(counts)), [f"stage {stage}" for stage in range(len(counts))])
+    write_picture(path, figure, dpi=DPI)
+
+
+def steady(schedule: Schedule, path: Path) -> None:
+    """Draw a schedule whose units all last as long, and frame each stage from its first backward unit to its last F."""
+    from matplotlib.patches import Rectangle
+
+    # A backward unit has two parts, each as long as a forward unit by default.
+    figure = timeline.figure(schedule, Times(F=2))
+    (axes,) = figure.axes
+    for rank in range(schedule.stages):
+        bars = [bar for bar in timeline.bars(schedule, Times(F=2)) if bar.rank == rank]
+        first = min(bar.start for bar in bars if bar.kind == "B")
+        last = max(bar.start + bar.length for bar in bars if bar.kind == "F")
+        axes.add_patch(Rectangle((first, rank - 0.47), last - first, 0.94, fill=False, edgecolor=BLACK, linewidth=2.5))
+    axes.set_title(
+        f"{schedule.name}: {schedule.stages} stages; inside the frame, from a stage's first backward to its last "
+        "forward unit, it never waits",
+        loc="left",
+        fontsize=10,
+    )
     write_picture(path, figure, dpi=DPI)
 
 

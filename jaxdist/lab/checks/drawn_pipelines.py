@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from jaxdist.config import Config, ModelConfig, TrainConfig
-from jaxdist.lab import model_parallel
+from jaxdist.lab import model_parallel, pictures
 from jaxdist.lab.checks.data import data_set
 from jaxdist.lab.checks.pipelines import formula, planned
 from jaxdist.lab.claim import Check, Claim, Outcome
@@ -69,7 +69,10 @@ def staleness(claim: Claim, schedule: str = "pipedream") -> Outcome:
         found[S] = [_missed(made, rank) for rank in range(S)]
     value = holds(claim, found, lambda S: [int(formula(claim.expected, S=S, s=s)) for s in range(S)])
     rows = [("S", "missed by stage 0, 1, ..."), *((str(S), " ".join(map(str, each))) for S, each in found.items())]
-    return Outcome(value, claim.met(value), tuple(table(rows)), partial(timeline.picture, make(schedule, 4, 8)))
+    title = f"{schedule}, 4 stages: updates of a stage that a gradient misses"
+    quantity = "updates between the forward and the backward pass of a micro-batch"
+    drawn = partial(pictures.of_stages, found[4], quantity, title)
+    return Outcome(value, claim.met(value), tuple(table(rows)), drawn)
 
 
 def _missed(schedule: Schedule, rank: int) -> int:
@@ -99,7 +102,7 @@ def steady_idle(claim: Claim, steady: bool = True, stages: int = 4, micro_batche
         f"{micro_batches} micro-batches on {stages} stages, {whole}:",
         *(f"stage {rank} waits {share} of the ticks" for rank, share in enumerate(shares)),
     )
-    return Outcome(value, claim.met(value), lines, partial(timeline.picture, make("pipedream", stages, 8)))
+    return Outcome(value, claim.met(value), lines, partial(pictures.steady, make("pipedream", stages, 16)))
 
 
 def gpipe_order(claim: Claim, schedule: str = "gpipe", stages: int = 3, micro_batches: int = 4) -> Outcome:

@@ -108,7 +108,8 @@ def stashed(claim: Claim, schedule: str = "pipedream") -> Outcome:
             break
     rows = [(str(S), " ".join(map(str, of))) for S, of in found.items()]
     lines = tuple(table([("S", "versions by rank"), *rows]))
-    return Outcome(value, claim.met(value), lines, partial(timeline.picture, make(schedule, 4, 8)))
+    title = f"{schedule}, 4 stages: versions of its weights that a stage keeps"
+    return Outcome(value, claim.met(value), lines, partial(pictures.of_stages, found[4], "versions", title))
 
 
 def planned(config: Config) -> ShardedModel:

@@ -111,7 +111,9 @@ def _figure(found: dict[str, list[Step]], runs: dict[str, Sequence[Run]], path: 
     grid = figure.add_gridspec(grid_rows, 2 * columns)
     for place, (name, sent) in enumerate(found.items()):
         left = 2 * (place % columns)
-        _draw_steps(figure.add_subplot(grid[place // columns, left : left + 2]), name, sent)
+        # One alone has the whole width.
+        across = slice(left, left + 2) if len(found) > 1 else slice(None)
+        _draw_steps(figure.add_subplot(grid[place // columns, across]), name, sent)
     if runs:
         for place, array in enumerate(ARRAYS):
             _draw_costs(figure.add_subplot(grid[rows, place * columns : (place + 1) * columns]), array, runs)
@@ -151,7 +153,8 @@ def _draw_steps(axes: Axes, name: str, sent: Sequence[Step]) -> None:
     axes.set_xticks(range(nodes), node_names)
     axes.xaxis.tick_top()
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
-    axes.set_ylabel("round")
+    axes.set(xlabel="node", ylabel="round")
+    axes.xaxis.set_label_position("top")
     axes.set_title(f"{name}: {algorithm.about}", fontsize=9)
 
 
@@ -168,7 +171,9 @@ def _draw_costs(axes: Axes, array: str, runs: dict[str, Sequence[Run]]) -> None:
     # In the colour of the tree: the same tree, but the array moves in pieces.
     pieces = [1e3 * pipelined_tree(K, size, ALPHA, BETA) for K in curve]
     axes.plot(curve, pieces, "--", color=COLOURS[CURVES.index("tree")], linewidth=1, label="tree, in small pieces")
-    axes.set(xscale="log", yscale="log", xlabel="K", ylabel="ms", title=f"an array of {array}")
+    axes.set(
+        xscale="log", yscale="log", xlabel="nodes, K", ylabel="time, ms", title=f"all-reduce of an array of {array}"
+    )
     axes.set_xticks([2**i for i in range(1, 7)], [str(2**i) for i in range(1, 7)])
     axes.minorticks_off()
     axes.grid(alpha=0.3)

@@ -71,15 +71,15 @@ def _crossing_sometimes(arrived: np.ndarray) -> int:
 
 
 def timelines(path: Path) -> None:
-    """Draw synchronous steps, local steps and late gradients, with one of four workers at half speed."""
+    """Draw one of four workers at half speed: synchronous, with local steps, with late gradients on a slow network."""
     durations = [Fraction(1)] * 3 + [Fraction(2)]
     ones = [1] * 4
     drawn = {
-        "synchronous: every step waits for the slow worker, then for the network": simulate(
-            durations, ones, 6, CROSSING
+        "synchronous: every step waits for the slow worker": simulate(durations, ones, 8),
+        "local: 4 steps between averages, 2 of the slow worker": simulate(durations, [4, 4, 4, 2], 2),
+        "a network as slow as a step: a gradient crosses during the next step": simulate(
+            durations, ones, 8, CROSSING, delay=1
         ),
-        "local: 4 steps between averages, 2 of the slow worker": simulate(durations, [4, 4, 4, 2], 3, CROSSING),
-        "late: a gradient crosses during the next step": simulate(durations, ones, 6, CROSSING, delay=1),
     }
     longest = max(one.time for one in drawn.values())
     figure = blank(11, 7)
@@ -87,8 +87,8 @@ def timelines(path: Path) -> None:
         _timeline(axes, one)
         most = max(len(worker) for worker in one.steps)
         axes.set_title(
-            f"{title}: {float(one.time / most):.2g} for each step of a fast worker, workers wait "
-            f"{float(one.idle):.0%} of the time",
+            f"{title}; {float(one.time / most):.1f} x the time of {most} steps of a fast worker; "
+            f"on average a worker waits {float(one.idle):.0%} of the time",
             fontsize=9,
         )
         axes.set_xlim(0, float(longest))
@@ -97,8 +97,12 @@ def timelines(path: Path) -> None:
 
 
 def _timeline(axes: Axes, of: Timeline) -> None:
-    """Draw a row for each worker, and the crossings below them."""
-    rows = [*of.steps, of.crossings]
+    """Draw a row for each worker, and the crossings below them if they take time."""
+    rows = list(of.steps)
+    names = [f"worker {number}" for number in range(len(rows))]
+    if any(bar.end > bar.start for bar in of.crossings):
+        rows.append(of.crossings)
+        names.append("network")
     for row, bars in enumerate(rows):
         colours = (BLUE, SKY) if row < len(of.steps) else (ORANGE, RED)
         for bar in bars:
@@ -110,8 +114,7 @@ def _timeline(axes: Axes, of: Timeline) -> None:
                 edgecolor="white",
                 height=0.8,
             )
-    names = [f"worker {number}" for number in range(len(of.steps))]
-    axes.set_yticks(range(len(rows)), [*names, "network"])
+    axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
 
 

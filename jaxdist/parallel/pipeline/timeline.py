@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxdist.output.pictures import BLUE, GREEN, ORANGE, blank, write_picture
+from jaxdist.output.units import counted
 from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.parallel.pipeline.simulate import EQUAL, Column, Times, bubble, columns, costs
 
@@ -130,12 +131,13 @@ def _draw(axes: Axes, schedule: Schedule, times: Times, longest: float) -> None:
     axes.set(xlim=(0, longest), ylim=(schedule.stages - 0.5, -0.5), xlabel="tick", ylabel="rank", yticks=ranks)
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
     virtual = f", {schedule.virtual} virtual" if schedule.virtual > 1 else ""
-    axes.set_title(
-        f"{schedule.name}: {schedule.stages} stages{virtual}, {schedule.micro_batches} micro-batches; "
-        f"bubble {cost.share:.1%} of the time, {cost.free_share:.1%} if no rank waits for a tick to end",
-        loc="left",
-        fontsize=10,
+    title = (
+        f"{schedule.name}: {schedule.stages} stages{virtual}, {counted(schedule.micro_batches, 'micro-batch')}; "
+        f"bubble {cost.share:.1%} of the time"
     )
+    if f"{cost.free_share:.1%}" != f"{cost.share:.1%}":
+        title += f", {cost.free_share:.1%} if no rank waits for a tick to end"
+    axes.set_title(title, loc="left", fontsize=10)
 
 
 def _tick_labels(all_columns: list[Column], room: float, longest: float) -> dict[float, int]:
