@@ -314,6 +314,11 @@ def _steps(axes: Axes, ranks: int, order: Order, name: str) -> None:
             axes.barh(device, share, left=start, color=COLOURS[(device - step) % ranks], edgecolor="white")
         start += max(lengths)
         axes.axvline(start, color=GREY, linestyle=":")
-    axes.set(yticks=range(ranks), ylim=(ranks - 0.5, -0.5), xlim=(0, 2 * ranks), xlabel="two half-blocks")
+    axes.set(
+        yticks=range(ranks),
+        ylim=(ranks - 0.5, -0.5),
+        xlim=(0, 2 * ranks),
+        xlabel="time, in that of two half-blocks of scores",
+    )
     axes.set_yticklabels([f"device {device}" for device in range(ranks)])
     axes.set_title(f"{name}: {ranks} steps end after {start:.0f}")

@@ -41,13 +41,13 @@ def feedback(gradients: np.ndarray, density: float, path: Path) -> None:
     one.plot(steps, exact[:, element], color=BLACK, label="sum of its gradients")
     one.step(steps, with_feedback[:, element], where="post", color=BLUE, label="arrived, error feedback")
     one.step(steps, without[:, element], where="post", color=RED, label="arrived, the rest forgotten")
-    one.set(xlabel="step", title="one element: it waits, then crosses")
+    one.set(xlabel="step", ylabel="sum so far", title="one element: it waits, then crosses")
     one.legend(fontsize=8)
 
     size = np.linalg.norm(exact, axis=1)
     sums.plot(steps, np.linalg.norm(exact - with_feedback, axis=1) / size, color=BLUE, label="error feedback: waits")
     sums.plot(steps, np.linalg.norm(exact - without, axis=1) / size, color=RED, label="forgotten: lost")
-    sums.set(xlabel="step", ylim=(0, None), title="the tensor: part of the sum that has not arrived")
+    sums.set(xlabel="step", ylabel="part of its norm", ylim=(0, None), title="the tensor: what has not arrived")
     sums.legend(fontsize=8)
 
     # What replica 0 could have sent in the last step, with what still waits after it.
@@ -56,7 +56,11 @@ def feedback(gradients: np.ndarray, density: float, path: Path) -> None:
     edges = np.geomspace(waited[waited > 0].min(), waited.max(), 60)
     last.hist([waited[sent], waited[~sent]], edges, stacked=True, color=[BLUE, GREY], label=["sent", "waits"])
     last.set(
-        xscale="log", yscale="log", xlabel="size", ylabel="elements", title=f"the last step: {density:.0%} is sent"
+        xscale="log",
+        yscale="log",
+        xlabel="size of an element",
+        ylabel="elements",
+        title=f"the last step: {density:.0%} is sent",
     )
     last.legend(fontsize=8)
     write_picture(path, figure, dpi=DPI)
