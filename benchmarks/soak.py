@@ -5,16 +5,15 @@
 from the root of the repository, as root where full disks are to be among the faults. Each round is a small run that is
 interrupted `FAULTS` times, by one of
 
-    kill     SIGKILL of one process, after which the other must end by itself
+    kill     one process gets SIGKILL, and the other must end by itself
     stop     SIGSTOP of one process, likewise
     damage   SIGKILL of both, and one bit flipped in a file of the newest checkpoint, of those that are not empty
-    full     a file system without room, until the run ends by itself; then there is room again
+    full     the file system has no room until the run ends by itself; then it has room again
 
 and started again. Then it must have each step once, with the figures of a run that nothing has befallen, to the bit,
-the same parameters, and checkpoints that are whole; a damaged one must have been named. The goodput that
-it reports is compared with what else is known: its time with that from the beginning of the first start to the last
-heartbeat, which must agree to 1 %. By how much the time of steps that are kept differs from the `step_seconds` in
-metrics.jsonl, where each of them stands once, is told only.
+the same parameters, and checkpoints that are whole; a damaged one must have been named. The total time of the goodput
+must agree to 1 % with the time from the beginning of the first start to the last heartbeat. The script also prints by
+how much the time of kept steps differs from the sum of `step_seconds` in metrics.jsonl, and does not judge that.
 
 Two things are quicker than in a real run, so that minutes suffice: heartbeats come every 0.25 s and not every 5 s,
 because what a killed process has done since its last one is not known, and processes count as lost after 10 s.

@@ -2,9 +2,8 @@
 
 `runs` counts how often each part of a step runs, and `weight_traffic`, `stream_traffic`, `context_traffic`,
 `expert_traffic` and `replica_traffic` multiply that by what theory says a part sends; `whole_updates` adds what an
-update of whole matrices sends. `compiler_habits` corrects it
-where XLA is known to do otherwise. Scalars (loss, norm, counts) are left out. Nothing here reads a compiled program:
-`tests/communication` compares the two.
+update of whole matrices sends. `compiler_habits` corrects it where XLA is known to do otherwise. Scalars (loss, norm,
+counts) are left out. Nothing here reads a compiled program: `tests/communication` compares the two.
 """
 
 from __future__ import annotations
