@@ -141,11 +141,11 @@ def collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective]:
     parsed = parse(program)
     if parsed.devices != mesh.size:
         raise ValueError(f"the program is for {counted(parsed.devices, 'device')}, the mesh has {mesh.size}")
-    return _Reader(parsed, mesh).run(parsed.entry)
+    return Reader(parsed, mesh).run(parsed.entry)
 
 
 @dataclass
-class _Reader:
+class Reader:
     """Walks a program from its entry, and remembers what each computation runs."""
 
     program: Program
@@ -156,11 +156,11 @@ class _Reader:
         """Return the collectives of one execution of a computation."""
         if name not in self.known:
             body = self.program.computations[name]
-            self.known[name] = [one for place in range(len(body)) for one in self._at(body, place)]
+            self.known[name] = [one for place in range(len(body)) for one in self.at(body, place)]
         return self.known[name]
 
-    def _at(self, body: list[Instruction], place: int) -> list[Collective]:
-        """Return the collectives of one execution of one instruction."""
+    def at(self, body: list[Instruction], place: int) -> list[Collective]:
+        """Return the collectives of one execution of the instruction at this place, none for the end of one."""
         instruction = body[place]
         operation = instruction.opcode.removesuffix("-start")
         if operation.endswith(("-update", "-done")):

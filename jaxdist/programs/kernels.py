@@ -76,7 +76,7 @@ class Kernels:
 
 def kernels(program: str) -> Kernels:
     """Count the kernels of a program. Raises `ValueError` for a text that cannot be read."""
-    reader = _Reader(parse(program))
+    reader = Reader(parse(program))
     flash: Counter[str | None] = Counter()
     products: Counter[str] = Counter()
     moved: Counter[str] = Counter()
@@ -103,11 +103,11 @@ def kernels(program: str) -> Kernels:
 
 def held(program: str) -> set[Array]:
     """Return every array that is held in memory: arguments, and the results of kernels."""
-    return set(_Reader(parse(program)).held())
+    return set(Reader(parse(program)).held())
 
 
-class _Reader:
-    """Walks the kernels of a program."""
+class Reader:
+    """Reads what each kernel of a program is for, reads and writes."""
 
     def __init__(self, program: Program):
         self.program = program
