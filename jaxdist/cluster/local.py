@@ -65,6 +65,8 @@ class Supervisor:
     """Prints a message."""
     in_use: Callable[[], str]
     """Returns a sentence about the process that uses the run folder; empty if none does."""
+    goes_back: Callable[[], str] = lambda: ""
+    """Returns where the job goes on instead, if it goes back by itself, after the word "from"; empty if not."""
     script: bool = False
     """Whether the program is the user's own: it reads its place from the environment, its exit codes may be results,
     and all that its processes print is shown."""
@@ -137,7 +139,7 @@ class Supervisor:
             if fewer:
                 failures_in_a_row = 0
             if newest or not self.script:
-                where = f"step {newest}" if newest else "the beginning"
+                where = self.goes_back() or (f"step {newest}" if newest else "the beginning")
                 self.tell(f"{what}; all are started again from {where}{fewer}")
             else:
                 # Where a script goes on, and from what, is its own affair.

@@ -66,11 +66,21 @@ def first_difference(one: Ranges, other: Ranges) -> int | None:
 
 def without(text: str, before: int, last: int) -> str:
     """Return how a run whose data.skip is `text` goes on without the batches of the steps after `before` to `last`."""
-    ranges = ranges_of(text)
-    batches = f"{batches_until(ranges, before + 1)}-{batches_until(ranges, last)}"
-    skip = f"{text},{batches}" if text else batches
     going_back = f"--resume with step {before} or one before it" if before else "start anew"
-    return f"to leave its batches out: {going_back}, and --data.skip {skip}"
+    return f"to leave its batches out: {going_back}, and --data.skip {joined(text, batches_of(text, before, last))}"
+
+
+def batches_of(text: str, before: int, last: int) -> str:
+    """Return the batches of the steps after `before` to `last` of a run whose data.skip is `text`, as a range."""
+    ranges = ranges_of(text)
+    return f"{batches_until(ranges, before + 1)}-{batches_until(ranges, last)}"
+
+
+def joined(text: str, more: str) -> str:
+    """Return a text that leaves out what `text` does, and `more`; `text` itself where that is no more."""
+    if ranges_of(f"{text},{more}" if text else more) == ranges_of(text):
+        return text
+    return f"{text},{more}" if text else more
 
 
 def _ends(part: str) -> tuple[int, int]:

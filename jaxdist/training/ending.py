@@ -26,14 +26,23 @@ class Ended(Exception):
 
 @contextmanager
 def reporting_end(
-    folder: RunFolder, checkpoints: Checkpoints, job: Job, say: Callable[[str], None], can_resume: bool = True
+    folder: RunFolder,
+    checkpoints: Checkpoints,
+    job: Job,
+    say: Callable[[str], None],
+    can_resume: bool = True,
+    diverged: Callable[[Diverged], str] = lambda error: "",
 ) -> Iterator[None]:
-    """Say what ends the run in the block, and from where it can go on; then raise `Ended`."""
+    """Say what ends the run in the block, and from where it can go on; then raise `Ended`.
+
+    `diverged` returns where a run that has diverged goes on by itself, as a clause; empty if it does not.
+    """
     try:
         yield
     except Diverged as error:
         # In all processes alike.
-        say(f"stopped: {error}; {checkpoints.describe_latest()}")
+        latest = checkpoints.describe_latest()
+        say(f"stopped: {error}; {diverged(error) or latest}")
         raise Ended from error
     except LockLost as error:
         # In all processes alike. The checkpoints are another run's now: none of them is recommended.

@@ -219,6 +219,12 @@ def test_after_two_failures_without_a_checkpoint_it_goes_on_with_fewer(job, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0 of 1", "0 of 3", "1 of 3", "2 of 3"]
 
 
+def test_a_run_that_goes_back_by_itself_is_told_of(job):
+    made = job("sys.exit(not again)", newest=lambda: 30, goes_back=lambda: "step 20, without batches 25-26")
+    assert made.run() == 0
+    assert made.told[0].endswith("; all are started again from step 20, without batches 25-26")
+
+
 def test_but_not_while_checkpoints_are_made(job):
     steps = iter(range(100))
     made = job("sys.exit(1 if of == 3 else 0)", fits=lambda n: True, newest=lambda: next(steps))
