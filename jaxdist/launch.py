@@ -136,6 +136,7 @@ def local(argv: list[str]) -> int:
 
     from jaxdist.cluster.local import Supervisor, say, shares
     from jaxdist.training.checkpoint.step_dir import StepDir
+    from jaxdist.training.rollback import outlook
     from jaxdist.training.run_dir import RunFolder
 
     config = request.config
@@ -155,6 +156,10 @@ def local(argv: list[str]) -> int:
     def newest_step() -> int:
         return max(StepDir(folder.checkpoints).sealed(), default=0)
 
+    def goes_back() -> str:
+        found = outlook(folder, config)
+        return found.text if found and found.step is not None else ""
+
     supervisor = Supervisor(
         command=command,
         shares=gpus_of_processes,
@@ -165,6 +170,7 @@ def local(argv: list[str]) -> int:
         grace=config.checkpoint.grace_seconds,
         tell=say,
         in_use=partial(in_use, folder, config.fault.heartbeat_seconds),
+        goes_back=goes_back,
         script=job.program is not None,
     )
     return supervisor.run()
@@ -324,6 +330,7 @@ def slurm_script(job: Launch) -> Script:
         environment=extras["env"],
         restarts=extras["restarts"],
         resume=config.resume,
+        rolls_back=job.program is None and config.fault.rollbacks > 0,
         newest=max(StepDir(folder.checkpoints).sealed(), default=0),
     )
 

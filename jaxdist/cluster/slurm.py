@@ -102,6 +102,8 @@ class Script:
     resume: str = "auto"
     is_train: bool = True
     """Whether the program is jaxdist.train; a program of the user's gets only the options that it is given."""
+    rolls_back: bool = False
+    """Whether a run that repeated spikes have ended goes back before them."""
     newest: int = 0
     """Step of the newest checkpoint at present."""
     pause: int = PAUSE
@@ -144,6 +146,8 @@ class Script:
         # In one pass, so that what looks like a name within a value is left alone.
         names = "|".join(parts)
         body = BODY
+        if self.rolls_back:
+            kind = kind._replace(onward=f"{kind.onward} (after spikes, from before them)")
         for name, text in kind._asdict().items():
             body = body.replace("{" + name + "}", text)
         body = re.sub("{(" + names + ")}", lambda match: parts[match[1]], body)

@@ -242,6 +242,8 @@ class TrainConfig(Section):
     """Stop after this many consecutive steps that are skipped: not finite, or, with spike, a spike."""
     spike: NonNegativeFloat32 = 0.0
     """Skip updates whose loss or norm is so many standard deviations above the last 128; 6 is common; 0: none."""
+    max_raised: CountOrZero = 0
+    """Stop after this many consecutive steps with a loss above 1.5 times the median of the last 128; 0: never."""
     deterministic: bool = False
     """On GPUs: compute the same bits in each run of the same program, at some cost; CPUs do so anyway."""
 
@@ -349,6 +351,8 @@ class FaultConfig(Section):
     """Seconds without a heartbeat after which a process counts as lost, and the job ends."""
     compare: CountOrZero = 0
     """Steps between comparisons of what devices hold copies of, made at each save too (corrupted data); 0: none."""
+    rollbacks: CountOrZero = 0
+    """Times a run that is started again goes back before repeated spikes, and leaves out their batches; 0: never."""
     notify: WebAddress = ""
     """Web address to which process 0 posts a JSON when the run fails or stops early; empty: none. It is not saved."""
     start_seconds: WholeSeconds = 300

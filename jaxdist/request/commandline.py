@@ -53,7 +53,7 @@ STEP_KNOBS = (
 )
 """Knobs that determine a train step."""
 
-OF_RUNS = ("fault.compare", "fault.notify")
+OF_RUNS = ("fault.compare", "fault.rollbacks", "fault.notify")
 """Knobs of fault tolerance that only a training has."""
 
 JOB_KNOBS = ("cluster", *(name for name in KNOBS if within(name, ["fault"]) and name not in OF_RUNS))

@@ -159,6 +159,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "train.seed": ALWAYS,
     "train.max_skipped": ALWAYS,
     "train.spike": ALWAYS,
+    "train.max_raised": ALWAYS,
     "train.deterministic": ALWAYS,
     "validation.every": (within("validation.every"),),
     "validation.batches": (more_held_out,),
@@ -183,6 +184,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     # Of one process too: how long another run must be silent until its folder may be taken.
     "fault.heartbeat_seconds": ALWAYS,
     "fault.compare": (several_devices,),
+    "fault.rollbacks": ALWAYS,
     "fault.notify": ALWAYS,
     "fault.start_seconds": (several_processes,),
 }

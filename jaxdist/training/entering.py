@@ -9,6 +9,7 @@ from jaxdist.config import Config, RequestError
 from jaxdist.files import WRONG_CONTENT
 from jaxdist.huggingface.folder import KEPT
 from jaxdist.request.pretrained import as_asked
+from jaxdist.training import rollback
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.mixture_record import MixtureRecord, asked_by, check_mixture
 from jaxdist.training.resume_check import lengthened, other_batches, other_data, refusal
@@ -42,6 +43,7 @@ def enter(folder: RunFolder, config: Config) -> Config:
             f"run folder {folder.path} holds a run already and --resume is never; "
             f"name another --run-dir, or go on with --resume auto"
         )
+    config = rollback.going_on(folder, config)
     steps = StepDir(folder.checkpoints).steps()
     if config.resume.isdecimal() and int(config.resume) not in steps:
         there = f"its steps are {', '.join(map(str, steps))}" if steps else "it holds none"

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
@@ -23,6 +23,7 @@ from jaxdist.training.forward.balance import CollapseWatch
 from jaxdist.training.forward.loss_scale import LEAST
 from jaxdist.training.forward.step import Metrics
 from jaxdist.training.metrics import Log
+from jaxdist.training.raised_loss import RaisedLoss
 
 Item = TypeVar("Item")
 
@@ -32,6 +33,11 @@ MOST_UNREAD = 100
 
 class Diverged(RuntimeError):
     """The run cannot go on: too many steps in a row were skipped, or its state is not finite, or differs by device."""
+
+    def __init__(self, reason: str, steps: range | None = None):
+        """Take the `steps` whose batches may be the cause, where these are known."""
+        super().__init__(reason)
+        self.steps = steps
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class Reporting:
     """The batches that the run leaves out, as `data.skip` has them."""
     collapse: CollapseWatch | None = None
     """Watches the routers of a model that has some."""
+    raised: RaisedLoss = field(default_factory=lambda: RaisedLoss(0))
+    """Watches for a loss that rises and stays up."""
 
 
 @dataclass
@@ -179,7 +187,9 @@ class Meter:
         # A larger scale of the loss may be all that is wrong, and is halved until it is not.
         halves = not spike and metrics.loss_scale is not None and metrics.loss_scale > LEAST
         diverged = not halves and metrics.skipped_in_a_row >= self.reporting.max_skipped
-        if self._due(one.steps) or diverged:
+        limit = self.reporting.raised.limit
+        raised = self.reporting.raised.too_long(one.steps, float(metrics.loss))
+        if self._due(one.steps) or diverged or raised:
             self._write(values)
         if metrics.skipped_in_a_row:
             self.log.say(
@@ -187,14 +197,23 @@ class Meter:
                 f"({metrics.skipped_in_a_row} in a row, {metrics.skipped} in all)"
                 + (f"; the scale of the loss, {metrics.loss_scale:g}, is halved" if halves else "")
             )
+        in_a_row = range(step - int(metrics.skipped_in_a_row) + 1, step + 1)
         if diverged and spike:
-            in_a_row = int(metrics.skipped_in_a_row)
             raise Diverged(
-                f"the updates of steps {step - in_a_row + 1} to {step} were skipped, the last one{spike}; "
-                f"{without(self.reporting.left_out, step - in_a_row, step)}"
+                f"the updates of steps {in_a_row[0]} to {step} were skipped, the last one{spike}; "
+                f"{without(self.reporting.left_out, in_a_row[0] - 1, step)}",
+                in_a_row,
             )
         if diverged:
-            raise Diverged(f"{metrics.skipped_in_a_row} steps in a row up to step {step} were not finite")
+            raise Diverged(f"{len(in_a_row)} steps in a row up to step {step} were not finite", in_a_row)
+        if raised:
+            # The update before the first of them may be what has raised them.
+            before = raised[0] - 2
+            raise Diverged(
+                f"the loss of steps {raised[0]} to {step} was above {limit:.4g}, 1.5 times the median of before; "
+                f"{without(self.reporting.left_out, before, step)}",
+                range(before + 1, step + 1),
+            )
         if step == self.steps and metrics.skipped == step:
             raise Diverged(f"none of the {step} steps was finite, so nothing was learned")
 

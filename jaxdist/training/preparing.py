@@ -19,7 +19,7 @@ from jaxdist.cluster.preflight import check_folder
 from jaxdist.config import RequestError
 from jaxdist.data.tokenizing.sharing import help_to_tokenize, shared_by
 from jaxdist.mesh import REPLICA
-from jaxdist.training import history
+from jaxdist.training import history, rollback
 from jaxdist.training.console import Screen
 from jaxdist.training.data_progress import DataProgress
 from jaxdist.training.entering import lost_step
@@ -104,6 +104,7 @@ def write_folder(run: Run, folder: RunFolder, prepared: Prepared) -> None:
     folder.write(
         run.config, run.task.tokenizer, run.task.special_tokens, devices, {"processes": jax.process_count()} | xla
     )
+    rollback.settle(folder, run.config, held.first)
 
 
 def open_data(run: Run, folder: RunFolder, job: Job, screen: Screen) -> bool:

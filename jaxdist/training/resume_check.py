@@ -24,6 +24,7 @@ FREE_ON_RESUME = (
     "model.capacity_factor",
     "train.deterministic",
     "train.spike",
+    "train.max_raised",
     "parallel",
     "pipeline",
     "validation",
@@ -37,6 +38,7 @@ FREE_ON_RESUME = (
 """Keys (or whole sections) that may differ when a run is resumed: they do not change what is learned, or what they
 change is compared elsewhere (where the data are and how they are read, by the fingerprint of what was read; which
 batches are left out, by `other_batches`). `train.spike` is how a run that has spiked goes on without the next spike.
+`train.max_raised` only says when a run ends.
 
 PipeDream's updates depend on stages and on when the pipeline is drained. There, `pipeline`, and how often a run
 validates or saves, change what is learned; with `parallel.delayed_gradients`, that and whether there are replicas."""

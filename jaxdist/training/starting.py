@@ -11,13 +11,16 @@ from jaxdist.models import Params
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.device_copies import DeviceCopies
 from jaxdist.training.forward.step import TrainState
+from jaxdist.training.raised_loss import RaisedLoss
 from jaxdist.training.run import Run
 from jaxdist.training.save_policy import SavePolicy
 from jaxdist.weights.base import Base, NoBase
 from jaxdist.weights.source import source_of
 
 
-def save_policy_of(run: Run, checkpoints: Checkpoints, base: Base | NoBase) -> SavePolicy:
+def save_policy_of(
+    run: Run, checkpoints: Checkpoints, base: Base | NoBase, raised: RaisedLoss | None = None
+) -> SavePolicy:
     """Return when `run` is saved, and what is in its checkpoints; `base` is what stands beside its parameters."""
     task = run.task
     train = run.config.train
@@ -31,6 +34,7 @@ def save_policy_of(run: Run, checkpoints: Checkpoints, base: Base | NoBase) -> S
             **task.facts(),
             "late": run.step.late,
             **base.facts(),
+            **(raised.facts() if raised else {}),
         }
 
     def ends_epoch(step: int) -> bool:

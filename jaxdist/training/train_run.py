@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from jaxdist.cluster.consensus import check_alike, from_leader, leader
 from jaxdist.cluster.heartbeat import READING, SAMPLING
 from jaxdist.cluster.job import Job
 from jaxdist.cluster.runtime import check_computes
-from jaxdist.config import NotFinite
+from jaxdist.config import Config, NotFinite
 from jaxdist.planning.hardware import peak_flops
-from jaxdist.process.exit_codes import DONE, FAILED
+from jaxdist.process.exit_codes import DONE, FAILED, REFUSED
 from jaxdist.request import to_toml
+from jaxdist.training import rollback
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.console import Screen
 from jaxdist.training.copies import check_named
@@ -30,6 +32,7 @@ from jaxdist.training.metrics import Log, SilentLog
 from jaxdist.training.plots import plot_loss
 from jaxdist.training.preparing import Prepared, announce, prepare
 from jaxdist.training.profile import Profile
+from jaxdist.training.raised_loss import RaisedLoss
 from jaxdist.training.reference import refer
 from jaxdist.training.rounds import RoundRunner
 from jaxdist.training.run import Run
@@ -69,24 +72,49 @@ def loop(run: Run, folder: RunFolder, job: Job, screen: Screen, prepared: Prepar
         job.failing(log.pause),
     ):
         try:
-            with reporting_end(folder, prepared.held.checkpoints, job, log.say):
+            diverged = partial(goes_back, folder, run.config)
+            with reporting_end(folder, prepared.held.checkpoints, job, log.say, diverged=diverged):
                 announce(run, folder, prepared, log.say)
                 code = trainer_of(run, folder, job, log, prepared).train()
-        except Ended:
-            return FAILED
+        except Ended as ended:
+            return code_of(ended, folder, run.config)
         if code == DONE:
             for line in afterwards(run, folder):
                 log.say(line)
         return code
 
 
+def goes_back(folder: RunFolder, config: Config, error: Diverged) -> str:
+    """Note which steps have ended the run, and return how it goes on, as a clause; empty if not by itself."""
+    if error.steps is None:
+        return ""
+    trouble = rollback.trouble_of(config, error.steps, str(error))
+    if leader():
+        rollback.note(folder, trouble)
+    found = rollback.outlook(folder, config, trouble)
+    if found is None:
+        return ""
+    return found.text if found.step is None else f"started again, the run goes on from {found.text}"
+
+
+def code_of(ended: Ended, folder: RunFolder, config: Config) -> int:
+    """Return the exit code of a run that cannot go on; launchers do not start one again that would be refused."""
+    error = ended.__cause__
+    if isinstance(error, Diverged) and error.steps is not None:
+        found = rollback.outlook(folder, config, rollback.trouble_of(config, error.steps, str(error)))
+        if found and found.step is None:
+            return REFUSED
+    return FAILED
+
+
 def trainer_of(run: Run, folder: RunFolder, job: Job, log: Log, prepared: Prepared) -> Trainer:
     """Return the loop of a run that may begin."""
     held = prepared.held
     config = run.config
-    meter = Meter(reporting_of(run), log, held.first)
+    raised = RaisedLoss(config.train.max_raised, held.checkpoints.facts(held.found) if held.found else None)
+    meter = Meter(replace(reporting_of(run), raised=raised), log, held.first)
     runner = runner_of(run, held.first, meter.step)
-    saving = save_policy_of(run, held.checkpoints, prepared.base)
+    saving = save_policy_of(run, held.checkpoints, prepared.base, raised)
 
     def start() -> TrainState:
         note = partial(job.note, READING)

@@ -141,6 +141,12 @@ def test_a_new_checkpoint_begins_the_count_again(played):
     assert "requeued" in played.run(script, "exit 1", SLURM_JOB_ID="8")[1]  # a person has submitted it again
 
 
+def test_a_run_that_goes_back_by_itself_is_told_of(played):
+    save(10)
+    written = played.run(made(rolls_back=True).text(), "exit 1")[1]
+    assert written.endswith("requeued, to continue from step 10 (after spikes, from before them)\n")
+
+
 @pytest.mark.parametrize(("code", "words"), [(0, "done"), (2, "the request was refused: that is not tried again")])
 def test_the_end_for_good(played, code, words):
     assert played.run(made().text(), f"exit {code}") == (code, f"jaxdist.launch: job 7: {words}\n")

@@ -90,6 +90,7 @@ def test_a_run_may_go_on_with_another_split():
 FREE = """
 mesh run_dir resume data.path data.validation_path data.changed data.on_error data.dtype data.prefetch data.skip
 model.remat model.attention model.capacity_factor train.accumulation train.deterministic train.spike
+train.max_raised
 parallel.* pipeline.*
 validation.* checkpoint.* log.* sample.* profile.* cluster.* fault.*
 """
@@ -306,7 +307,7 @@ model.kv_heads model.head_dim model.mlp model.expert_mlp model.shared_experts mo
 model.dense_layers model.kv_latent model.q_latent model.rope_dim model.value_dim
 model.lora_rank pipeline.virtual_stages optimizer.warmup train.steps validation.every sample.every
 validation.batches checkpoint.every checkpoint.keep_every cluster.processes train.local_steps
-fault.compare
+fault.compare fault.rollbacks train.max_raised
 """
 AT_LEAST_0 = """
 model.lora_alpha model.balance_rate model.balance_loss model.z_loss model.attention_cap model.logit_cap

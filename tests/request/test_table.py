@@ -105,7 +105,7 @@ LEGAL = {
         *("model.mlp", "optimizer.final", "optimizer.weight_decay", "optimizer.clip", "train.seed"),
         *("validation.every", "validation.batches", "checkpoint.every", "checkpoint.keep_every"),
         *("temperature", "top_k", "seed", "train.local_steps", "restarts", "warmup", "rows"),
-        *("price", "deadline", "train.spike", "fault.compare"),
+        *("price", "deadline", "train.spike", "train.max_raised", "fault.compare", "fault.rollbacks"),
     ),
     "empty": (
         *("log.wandb", "profile.steps", "data.skip", "optimizer.rates"),

@@ -34,6 +34,7 @@ from jaxdist.files.json_schema import (
     Rule,
     Rules,
     is_number,
+    list_of,
     object_of,
     wrong_values,
 )
@@ -50,6 +51,10 @@ UNREADABLE_SEAL = "its checksums cannot be read"
 
 TIME = Rule("seconds since 1970", lambda value: is_number(value) and 0 <= value < 2**40)
 BASELINE = object_of("an object with nats, name and unit", {"nats": NUMBER, "name": WORD, "unit": WORD})
+RAISED_FACT = object_of(
+    "an object with the losses that are usual, and since which step one is raised",
+    {"usual": list_of(NUMBER, "a list of numbers"), "since": COUNT | NULL},
+)
 BASE_FACT = object_of("an object with a path and a digest", {"path": PATH, "digest": WORD})
 
 RUN_FACTS: Rules = {"steps": COUNT, "data": TEXT, "best": NUMBER | NULL, "baseline": BASELINE | NULL}
@@ -62,6 +67,7 @@ OTHER_FACTS: Rules = {
     "processes": COUNT,
     "time": TIME,
     "base": BASE_FACT,
+    "raised_loss": RAISED_FACT,
 }
 """The other facts, which older versions may not have written."""
 
