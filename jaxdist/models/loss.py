@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxdist.models.scores import soft_cap_slope, soft_capped
 from jaxdist.parallel import region
 from jaxdist.parallel.tensor import leave
-from jaxdist.parallel.vocabulary import tokens_of, without_added
+from jaxdist.parallel.vocabulary import first_token, tokens_of, without_added
 from jaxdist.sharding import BATCH, RESIDUAL, SEQUENCE, Layout, wide
 
 CHUNK_ROWS = dict(cpu=256, gpu=4096)
@@ -121,8 +121,9 @@ def _row_sums(layout: Layout, form: Form, x: jax.Array, table: jax.Array, labels
         length, starts = _chunks(layout, x)
 
         def chunk(sums: jax.Array, at: jax.Array) -> tuple[jax.Array, None]:
-            logits, lse = _logits(layout, form, _cut(x, at, length), table)
-            return sums + jnp.sum(_nll(layout, logits, lse, _cut(labels, at, length)), axis=1), None
+            products = _products(layout, _cut(x, at, length), table)
+            _, lse = _logits(layout, form, products)
+            return sums + jnp.sum(_nll(layout, form, products, lse, _cut(labels, at, length)), axis=1), None
 
         zeros = region.zeros(labels.shape[:1], wide(x.dtype), region.varying(labels))
         return None, jax.lax.scan(chunk, zeros, starts)[0]
@@ -155,8 +156,9 @@ def _fused(layout: Layout, form: Form, x: jax.Array, table: jax.Array, labels: j
         length, starts = _chunks(layout, x)
 
         def chunk(total: jax.Array, at: jax.Array) -> tuple[jax.Array, None]:
-            logits, lse = _logits(layout, form, _cut(x, at, length), table)
-            return total + jnp.sum(_nll(layout, logits, lse, _cut(labels, at, length))), None
+            products = _products(layout, _cut(x, at, length), table)
+            _, lse = _logits(layout, form, products)
+            return total + jnp.sum(_nll(layout, form, products, lse, _cut(labels, at, length))), None
 
         return jax.lax.scan(chunk, total, starts)
 
@@ -192,7 +194,8 @@ def _with_gradients(
             loss, dx, d_table = carry
             part = _cut(x, at, length)
             ids = _cut(labels, at, length)
-            logits, lse = _logits(layout, form, part, table)
+            products = _products(layout, part, table)
+            logits, lse = _logits(layout, form, products)
             hit = tokens_of(layout, logits) == ids[..., None]
             # The gradient of the logits: softmax minus one-hot, zero for padding; times the slope of their cap.
             g = jnp.where((ids >= 0)[..., None], jnp.exp(logits - lse) - hit, 0)
@@ -203,7 +206,7 @@ def _with_gradients(
             dx_part = jnp.einsum("BSV,VD->BSD", g, table)
             dx = jax.lax.dynamic_update_slice_in_dim(dx, dx_part, at, axis=1)
             d_table += _table_gradient(layout, part, g, table)
-            return (loss + jnp.sum(_nll(layout, logits, lse, ids)), dx, d_table), None
+            return (loss + jnp.sum(_nll(layout, form, products, lse, ids)), dx, d_table), None
 
         loss, d_table = carry
         dx = region.zeros(x.shape, x.dtype, axes)
@@ -261,28 +264,71 @@ def chunk_length(layout: Layout, sequence: int, rows: int) -> int:
     return length
 
 
-def _logits(layout: Layout, form: Form, x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the logits, and their log sum exp, in f32 at least."""
+def _products(layout: Layout, x: jax.Array, table: jax.Array) -> jax.Array:
+    """Return the products of a chunk of the residual stream with the table, as they are held in memory."""
     kept = wide(x.dtype) if layout.platform == "cpu" else x.dtype
-    logits = jnp.einsum("BSD,VD->BSV", x, table, preferred_element_type=kept)
+    return jnp.einsum("BSD,VD->BSV", x, table, preferred_element_type=kept)
+
+
+def _logits(layout: Layout, form: Form, products: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the logits, and their log sum exp, in f32 at least."""
     # XLA fuses the cast into what uses it, which makes no array.
-    logits = logits.astype(wide(x.dtype))
-    logits = soft_capped(logits, form.cap)
+    logits = soft_capped(products.astype(wide(products.dtype)), form.cap)
     if form.size is not None:
         logits = without_added(layout, logits, form.size)
+    return logits, _log_sum_exp(layout, logits)
+
+
+def _log_sum_exp(layout: Layout, logits: jax.Array) -> jax.Array:
+    """Return the log sum exp over the vocabulary, [B, S, 1]."""
+    highest, total = (_in_two_passes if layout.platform == "cpu" else _in_one_pass)(logits)
     vocab = layout.split("vocab")
-    # With the maximum and the sum taken over the devices that split the vocabulary.
-    highest = jnp.max(logits, -1, keepdims=True)
     if vocab:
-        highest = jax.lax.pmax(highest, vocab)
-    total = region.add_up(jnp.sum(jnp.exp(logits - highest), -1, keepdims=True), vocab)
-    return logits, highest + jnp.log(total)
+        # Each device has its own columns.
+        own = highest
+        highest = jax.lax.pmax(own, vocab)
+        total = region.add_up(total * jnp.exp(own - highest), vocab)
+    return (highest + jnp.log(total))[..., None]
 
 
-def _nll(layout: Layout, logits: jax.Array, lse: jax.Array, labels: jax.Array) -> jax.Array:
+def _in_two_passes(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the maximum m of each row of logits, and its sum of exp(logit - m)."""
+    # Not minus infinity, even where all columns of a device are beyond the vocabulary.
+    highest = jnp.max(logits, -1, initial=jnp.finfo(logits.dtype).min)
+    return highest, jnp.sum(jnp.exp(logits - highest[..., None]), -1)
+
+
+def _in_one_pass(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return what `_in_two_passes` does, and read the logits once (Milakov and Gimelshein 2018, algorithm 3).
+
+    On a GPU, where a chunk of logits does not stay in the cache, a pass takes as long as reading them.
+    """
+
+    def both(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Return (maximum, sum) of two parts of a row."""
+        first_highest, first = a
+        second_highest, second = b
+        lower = jnp.exp(-jnp.abs(first_highest - second_highest))
+        in_first = first_highest >= second_highest
+        total = jnp.where(in_first, first + second * lower, first * lower + second)
+        return jnp.maximum(first_highest, second_highest), total
+
+    axes = region.varying(logits)
+    lowest = region.vary(jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype), axes)
+    ones = region.vary(jnp.ones(logits.shape, logits.dtype), axes)
+    nothing = region.zeros((), logits.dtype, axes)
+    return jax.lax.reduce((logits, ones), (lowest, nothing), both, dimensions=(logits.ndim - 1,))
+
+
+def _nll(layout: Layout, form: Form, products: jax.Array, lse: jax.Array, labels: jax.Array) -> jax.Array:
     """Return the negative log likelihood of each label, [B, S]; 0 where the label is negative."""
-    target = jnp.sum(jnp.where(tokens_of(layout, logits) == labels[..., None], logits, 0), axis=-1)
-    target = region.add_up(target, layout.split("vocab"))
+    columns = products.shape[-1]
+    # Where the vocabulary is split, most labels are in no column of this device.
+    at = labels - first_token(layout, columns)
+    here = (at >= 0) & (at < columns)
+    target = jnp.take_along_axis(products, jnp.where(here, at, 0)[..., None], axis=-1)[..., 0]
+    target = soft_capped(target.astype(lse.dtype), form.cap)
+    target = region.add_up(jnp.where(here, target, 0), layout.split("vocab"))
     return jnp.where(labels >= 0, lse[..., 0] - target, 0)
 
 

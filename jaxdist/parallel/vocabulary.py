@@ -95,13 +95,17 @@ def of_tables(f: Callable[[Any], Any], tree: Tree) -> Tree:
     return jax.tree.map_with_path(apply, tree)
 
 
-def tokens_of(layout: Layout, logits: Float[Array, "B S V"]) -> Int[Array, "B S V"]:
-    """Return the token that each logit belongs to; that of an added row is V or more."""
-    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+def first_token(layout: Layout, columns: int) -> Int[Array, ""] | int:
+    """Return the token of a device's first logit, where it has this number of columns of them."""
     split = layout.split("vocab")
     if not (layout.manual and split):
-        return ids
-    return ids + logits.shape[2] * jax.lax.axis_index(split)
+        return 0
+    return columns * jax.lax.axis_index(split)
+
+
+def tokens_of(layout: Layout, logits: Float[Array, "B S V"]) -> Int[Array, "B S V"]:
+    """Return the token that each logit belongs to; that of an added row is V or more."""
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) + first_token(layout, logits.shape[2])
 
 
 def without_added(layout: Layout, logits: Float[Array, "B S V"], size: int) -> Float[Array, "B S V"]:

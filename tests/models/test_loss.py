@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models import loss
@@ -64,6 +65,26 @@ def test_on_a_gpu_logits_are_rounded_and_sums_are_not(layout):
     assert "bf16[2,256,400] = dot_general" in arrays
 
 
+def test_on_a_gpu_logits_are_read_once_for_the_loss_and_once_for_the_gradient(layout):
+    """A pass over them is a reduction to rows, or what makes the operand of the two matmuls of the gradient."""
+    gpu = dataclasses.replace(layout, platform="gpu")
+    x = jnp.ones((1, 2, 6, 8), jnp.bfloat16)
+    table = jnp.ones((10, 8), jnp.bfloat16)
+    labels = jnp.zeros((1, 2, 6), jnp.int32)
+    step = jax.make_jaxpr(jax.value_and_grad(partial(loss.cross_entropy, gpu), (0, 1)))(x, table, labels)
+    whole = [one for one in equations(step.jaxpr) if one.invars and one.invars[0].aval.shape == (2, 6, 10)]
+    assert [one.primitive.name for one in whole if one.outvars[0].aval.shape == (2, 6)] == ["reduce"]
+    assert sum(one.primitive.name == "dot_general" for one in whole) == 2
+
+
+def equations(jaxpr):
+    """All operations of a jaxpr, also those in loops and regions."""
+    for one in jaxpr.eqns:
+        yield one
+        for inner in jaxprs_in_params(one.params):
+            yield from equations(inner)
+
+
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_added_rows_have_no_part_in_the_loss_and_no_gradient(platform):
     """Even where they are large. Ten tokens on eight devices: three of them hold added rows alone."""
@@ -85,7 +106,9 @@ def test_added_rows_have_no_part_in_the_loss_and_no_gradient(platform):
     assert not d_table[10:].any()
 
 
-def test_large_logits_do_not_overflow(layout):
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_large_logits_do_not_overflow(layout, platform):
+    layout = dataclasses.replace(layout, platform=platform)
     x, table = 100 * jnp.ones((1, 1, 2, 4)), 100 * jnp.eye(6, 4)
     value, grads = jax.value_and_grad(loss.cross_entropy, (1, 2))(layout, x, table, jnp.array([[[5, 0]]]))
     assert np.isfinite(value)
