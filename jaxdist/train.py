@@ -62,7 +62,6 @@ def main(argv: list[str] | None = None) -> int:
     with Job(place, config, enough=Enough(config)) as job:
         from jaxdist.cluster import faults, xla_options
         from jaxdist.cluster.consensus import leader_first
-        from jaxdist.files.caches import programs_folder
         from jaxdist.training.notice import giving_notice
         from jaxdist.training.run import Run
         from jaxdist.training.train_run import train
@@ -71,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             if not place.alone:
                 # Only the leader reports why the folder cannot be used.
                 config = leader_first("run folder", partial(enter, folder, config))
-            xla_options.keep_programs(programs_folder(), partial(faults.say, job.env))
+            xla_options.keep_programs(partial(faults.say, job.env))
             if job.env.leader:
                 for note in [*request.notes, *notes(request.config, Known(processes=job.env.processes))]:
                     say(f"note        {note}", job.log)

@@ -1,14 +1,14 @@
 """Compiled programs are kept between runs of the tests, in a folder that git ignores."""
 
-import hashlib
 import os
-import platform
 import sys
 import time
 import zlib
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+
+from jaxdist.files.caches import processor
 
 KEPT = Path(__file__).parent.parent / ".pytest_cache" / "xla"
 
@@ -23,27 +23,14 @@ ENTRIES = "*/*-cache"
 
 
 def folder() -> Path:
-    """The programs of these versions and this processor. The name of each, by JAX, says the rest of what made it.
-
-    XLA uses all instructions that the processor has: elsewhere the program would die of one that is missing.
-    """
+    """The programs of these versions and this processor. The name of each, by JAX, says the rest of what made it."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return KEPT / f"jax{version('jax')}-jaxlib{version('jaxlib')}-python{python}-{_processor()}"
+    return KEPT / f"jax{version('jax')}-jaxlib{version('jaxlib')}-python{python}-{processor()}"
 
 
 def shared() -> dict[str, str]:
     """Variables for tests that run in a copy of the tree: most of their programs are those of this tree."""
     return {"JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder()))}
-
-
-def _processor() -> str:
-    """A short name of the processor's model and instructions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = [platform.processor()]
-    about = sorted({line for line in lines if line.startswith(("model name", "flags", "CPU part", "Features"))})
-    return f"{platform.machine()}-{hashlib.sha256(repr(about or lines[:1]).encode()).hexdigest()[:12]}"
 
 
 def prune(kept: Path = KEPT, most_bytes: int = MOST_BYTES, most_days: float = MOST_DAYS) -> None:

@@ -1,6 +1,6 @@
 """Options that a run sets for XLA: compilation of the step, share of a GPU's memory, compilation cache.
 
-All but `options_for_init` are for GPUs. Settings of the user are left as they are.
+All but `options_for_init` and the cache are for GPUs. Settings of the user are left as they are.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from jax._src import xla_bridge
 from jaxdist.cluster import gpus, kv_store
 from jaxdist.cluster.preflight import is_visible, marker_path
 from jaxdist.cluster.rendezvous import across_hosts, host_names
+from jaxdist.files.caches import cpu_programs_folder, programs_folder
 from jaxdist.process.gpu_memory import FRACTIONS, GPU_SHARE, gpu_share, preallocates
 
 
@@ -192,20 +194,42 @@ def take_memory() -> None:
         os.environ[FRACTIONS[0]] = f"{GPU_SHARE:g}"
 
 
-def keep_programs(folder: Path, say: Callable[[str], None]) -> None:
-    """Use `folder` as the compilation cache, which also keeps what XLA's autotuning found.
+def keep_programs(say: Callable[[str], None]) -> None:
+    """Use a folder of jaxdist's cache as the compilation cache; on GPUs it also keeps what XLA's autotuning found.
 
     All processes of a job call it, before they ask for devices. `say` prints a note if the folder cannot be used.
     """
     # JAX lets only process 0 write to the cache, and the others must find the same there: a process that compiles a
     # program waits for all others to share the autotuning, also for one that has read the program instead.
-    if not gpus.visible() or _cache_is_set():
+    if _cache_is_set():
+        return
+    if gpus.visible():
+        folder = programs_folder()
+    elif _kept_for_cpus():
+        folder = cpu_programs_folder(len(os.sched_getaffinity(0)))
+    else:
         return
     problem = _problem(folder)
     if not problem:
         jax.config.update("jax_compilation_cache_dir", str(folder))
+        if not gpus.visible() and LEAST_SECONDS not in os.environ:
+            jax.config.update(LEAST_SECONDS.lower(), 0.1)
     elif kv_store.process() == 0:
         say(f"note: compiled programs are not kept: {folder} {problem}")
+
+
+LEAST_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+"""The variable that says from how many seconds on JAX keeps what it has compiled: 1, but for a run on CPUs."""
+
+
+def _kept_for_cpus() -> bool:
+    """Return whether programs for CPUs are kept here.
+
+    Of several processes only the first would find what it has kept: JAX writes there alone, and its names for the
+    programs of the others differ. On macOS XLA may die of a program that it reads, and with a
+    jaxlib of another series refuse it at each start (jax issue 38445).
+    """
+    return sys.platform == "linux" and kv_store.processes() == 1 and series() in OPTIONS
 
 
 def _cache_is_set() -> bool:

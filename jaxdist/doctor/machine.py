@@ -145,7 +145,7 @@ def caches(here: Here) -> Iterator[Finding]:
     yield _check_folder(cache_folder(), "cache", "set JAXDIST_CACHE to a folder of yours with room")
     programs = here.environment.get("JAX_COMPILATION_CACHE_DIR")
     if not programs:
-        text = f"runs on GPUs keep them in {programs_folder()}, others in JAX_COMPILATION_CACHE_DIR"
+        text = f"runs on GPUs keep them in {programs_folder()}, on CPUs beside it"
         yield ok("compilations", text)
     elif "://" in programs:
         yield unchecked("compilations", f"{programs} is no folder of this machine")

@@ -1,9 +1,12 @@
 """What is asked of XLA for GPUs: known to the version that is here, after what the user has set, and not on a CPU."""
 
 import itertools
+import json
 import os
 import re
 import stat
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +18,19 @@ import pytest
 from jax._src import xla_bridge
 
 from jaxdist.cluster import gpus, xla_options
+from jaxdist.files import caches
 from jaxdist.mesh import abstract_mesh, parse_mesh
 from jaxdist.process.gpu_memory import FRACTIONS, gpu_share
-from tests.processes import told
+from tests.processes import ROOT, told
 from tests.tiers import thinned
 
-NAMES = [*FRACTIONS, "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"]
+NAMES = [
+    *FRACTIONS,
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_FLAGS",
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +38,12 @@ def nothing_is_set(monkeypatch):
     for name in NAMES:
         monkeypatch.setenv(name, "")  # so that what is set here goes away with the test
         monkeypatch.delenv(name)
-    before = jax.config.jax_compilation_cache_dir
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [(name, getattr(jax.config, name)) for name in names]
     jax.config.update("jax_compilation_cache_dir", None)
     yield
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before:
+        jax.config.update(name, value)
 
 
 @pytest.fixture
@@ -180,7 +192,10 @@ def test_memory_is_left_alone_once_a_backend_has_started(gpu, monkeypatch):
 def kept(folder) -> tuple[str | None, list[str]]:
     """The folder of compiled programs, and what is said of it."""
     said = []
-    xla_options.keep_programs(folder, said.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla_options, "programs_folder", lambda: folder)
+        patch.setattr(xla_options, "cpu_programs_folder", lambda cores: folder)
+        xla_options.keep_programs(said.append)
     return jax.config.jax_compilation_cache_dir, said
 
 
@@ -227,9 +242,10 @@ KEPT = """
 from pathlib import Path
 from jaxdist.cluster import gpus, preflight, xla_options
 gpus.visible = lambda: ["0"]
+xla_options.programs_folder = lambda: Path(arguments[process])
 preflight.PATIENCE = 0.1
 said = []
-xla_options.keep_programs(Path(arguments[process]), said.append)
+xla_options.keep_programs(said.append)
 tell([process, jax.config.jax_compilation_cache_dir, said])
 """
 
@@ -252,9 +268,66 @@ def test_processes_keep_programs_together_or_not_at_all(wrong, tmp_path):
     assert list(good.iterdir()) == []
 
 
+def test_a_second_run_on_a_cpu_reads_the_programs_of_the_first(tmp_path):
+    """What a killed process has left of one is no reason to fail, and the numbers are the same."""
+    text = tmp_path / "text.txt"
+    text.write_text("a few words " * 500)
+    small = [
+        "--model.layers=1",
+        "--model.embed=16",
+        "--model.heads=2",
+        "--model.sequence=16",
+        "--train.steps=1",
+        "--data.validation-fraction=0.2",
+    ]
+    command = [sys.executable, "-m", "jaxdist.train", "--data.path", text, *small, "--run-dir"]
+    environment = {**os.environ, "JAXDIST_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def losses(run) -> tuple[str, list]:
+        done = subprocess.run(
+            [*command, tmp_path / run], env=environment, capture_output=True, text=True, timeout=240, check=True
+        )
+        rows = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        return done.stderr, [(row.get("loss"), row.get("grad_norm"), row.get("validation_loss")) for row in rows]
+
+    _, first = losses("first")
+    (folder,) = tmp_path.glob("programs-*")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    programs = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    (step,) = (path for path in programs if path.name.startswith("jit_train-"))
+    _, second = losses("second")
+    assert second == first
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == programs
+    step.write_bytes(step.read_bytes()[:-100])
+    said, third = losses("third")
+    assert third == first
+    assert "Error reading persistent compilation cache entry for 'jit_train'" in said
+
+
+def test_programs_for_a_cpu_are_kept_where_they_will_be_found(tmp_path, monkeypatch):
+    """Not by one of several processes, nor where reading them was not tried."""
+    with monkeypatch.context() as several:
+        several.setattr(xla_options.kv_store, "processes", lambda: 2)
+        assert kept(tmp_path / "programs") == (None, [])
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(sys, "platform", "darwin")
+        assert kept(tmp_path / "programs") == (None, [])
+    with monkeypatch.context() as later:
+        later.setattr(xla_options, "series", lambda: "0.99")
+        assert kept(tmp_path / "programs") == (None, [])
+    assert list(tmp_path.iterdir()) == []
+    assert kept(tmp_path / "programs") == (str(tmp_path / "programs"), [])
+
+
+def test_each_kind_of_machine_has_a_folder_of_its_own(monkeypatch):
+    here = caches.cpu_programs_folder(2)
+    assert here == caches.cpu_programs_folder(2) != caches.cpu_programs_folder(4)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags: fewer\n")
+    assert here != caches.cpu_programs_folder(2)
+
+
 def test_nothing_is_set_on_a_cpu(tmp_path):
     xla_options.take_memory()
-    assert kept(tmp_path / "programs") == (None, [])
     assert FRACTIONS[0] not in os.environ
     assert xla_options.summary_line("cpu", {}) == ""
     assert xla_options.settings("cpu", {})["memory_fraction"] is None
