@@ -12,6 +12,8 @@ multiplies the same numbers.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import jax
 import jax.numpy as jnp
 from jax import P
@@ -26,6 +28,26 @@ FORWARD = jnp.float8_e4m3fn
 
 BACKWARD = jnp.float8_e5m2
 """Of the gradients of results: two bits of the significand, for more range."""
+
+
+def of_operands(layout: Layout, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return an activation and a weight as `layout` multiplies them: rounded, or as they are."""
+    if not layout.float8:
+        return x, w
+    return rounded(layout, x, FORWARD), rounded(layout, w, FORWARD)
+
+
+def of_gradient(layout: Layout, g: jax.Array) -> jax.Array:
+    """Return the gradient of a result as `layout` multiplies it with the operands: rounded, or as it is."""
+    return rounded(layout, g, BACKWARD) if layout.float8 else g
+
+
+def backward_sums(layout: Layout) -> AbstractContextManager[object]:
+    """Return a context for the matmuls of the backward pass, in which no sum is in fewer bits.
+
+    In fp8 cuBLASLt adds up in fewer bits, unless it is asked not to: Transformer Engine asks for it here alone, too.
+    """
+    return jax.default_matmul_precision("highest") if layout.float8 else nullcontext()
 
 
 def rounded(layout: Layout, a: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:

@@ -105,9 +105,7 @@ def einsum_on_stream(
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _matmul(layout: Layout, dims: str, summed: frozenset[str], x: jax.Array, w: jax.Array) -> jax.Array:
     out = dims.split("->")[1]
-    if layout.float8:
-        x = float8.rounded(layout, x, float8.FORWARD)
-        w = float8.rounded(layout, w, float8.FORWARD)
+    x, w = float8.of_operands(layout, x, w)
     return matmul.dot(layout, dims, x, w, layout.activation(out, unreduced=summed))
 
 
@@ -120,15 +118,9 @@ def _matmul_forward(
 def _matmul_backward(
     layout: Layout, dims: str, summed: frozenset[str], saved: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    x, w = saved
-    if not layout.float8:
-        return _gradients(layout, dims, x, w, g)
-    x = float8.rounded(layout, x, float8.FORWARD)
-    w = float8.rounded(layout, w, float8.FORWARD)
-    g = float8.rounded(layout, g, float8.BACKWARD)
-    # In fp8 cuBLASLt adds up in fewer bits, unless it is asked not to: Transformer Engine asks for it here alone, too.
-    with jax.default_matmul_precision("highest"):
-        return _gradients(layout, dims, x, w, g)
+    x, w = float8.of_operands(layout, *saved)
+    with float8.backward_sums(layout):
+        return _gradients(layout, dims, x, w, float8.of_gradient(layout, g))
 
 
 def _gradients(layout: Layout, dims: str, x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
