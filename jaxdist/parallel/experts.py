@@ -33,7 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxdist.mesh import EXPERT, PIPELINE, REPLICA
-from jaxdist.parallel import matmul, region
+from jaxdist.parallel import float8, matmul, region
 from jaxdist.parallel.tensor import PRODUCT
 from jaxdist.sharding import Layout, Tree, spread, wide
 
@@ -169,7 +169,7 @@ def _shifted(rows: Float[Array, "R E G"], bias: Float[Array, "E G"]) -> Float[Ar
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(layout: Layout, dims: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _dot(layout, dims, x, w)
+    return _dot(layout, dims, *float8.of_operands(layout, x, w))
 
 
 def _dot(layout: Layout, dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -181,11 +181,13 @@ def _product_backward(
     layout: Layout, dims: str, saved: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     # Written out, because the one that JAX derives makes gradients of weights in another order of dims.
-    x, w = saved
+    x, w = float8.of_operands(layout, *saved)
+    g = float8.of_gradient(layout, g)
     operands, out = dims.split("->")
     x_dims, w_dims = operands.split(",")
-    dx = _dot(layout, f"{out},{w_dims}->{x_dims}", g, w)
-    return dx, _dot(layout, f"{x_dims},{out}->{w_dims}", x, g)
+    with float8.backward_sums(layout):
+        dx = _dot(layout, f"{out},{w_dims}->{x_dims}", g, w)
+        return dx, _dot(layout, f"{x_dims},{out}->{w_dims}", x, g)
 
 
 _product.defvjp(lambda layout, dims, x, w: (_product(layout, dims, x, w), (x, w)), _product_backward)

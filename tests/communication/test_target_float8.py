@@ -17,13 +17,13 @@ pytestmark = [
 
 GPT = ModelConfig(layers=3, embed=128, heads=4, vocab=512, sequence=64)
 LLAMA = GPT.model_copy(update=dict(family="llama", heads=8, kv_heads=2, mlp=256, tied=False))
+MOE = LLAMA.model_copy(update=dict(family="moe", experts=8, expert_mlp=128))
 
 CALL = re.compile(r'custom_call_target="__cublas\$lt\$matmul\$f8".*?"operand_precision":\["(\w+)"')
 
 
-@pytest.mark.parametrize(("mesh", "model"), [("2x2x1", LLAMA), *exhaustive([("1x1x1", GPT), ("4x1x1", LLAMA)])])
-def test_the_matmuls_of_layers_are_calls_in_fp8(mesh, model):
-    """A turn of the loop has four products, and the one back twice as many, in which no sum is in fewer bits."""
+def compiled(mesh: str, model: ModelConfig):
+    """The step for H100s, beside what is predicted."""
     config = Config(
         mesh=mesh,
         precision="fp8",
@@ -31,6 +31,24 @@ def test_the_matmuls_of_layers_are_calls_in_fp8(mesh, model):
         parallel=ParallelConfig(zero=0 if mesh == "1x1x1" else 3),
         train=TrainConfig(global_batch_size=16),
     )
-    found = explain(config, "h100")
+    return explain(config, "h100")
+
+
+@pytest.mark.parametrize(("mesh", "model"), [("2x2x1", LLAMA), *exhaustive([("1x1x1", GPT), ("4x1x1", LLAMA)])])
+def test_the_matmuls_of_layers_are_calls_in_fp8(mesh, model):
+    """A turn of the loop has four products, and the one back twice as many, in which no sum is in fewer bits."""
+    found = compiled(mesh, model)
     assert Counter(CALL.findall(found.program.text)) == {"DEFAULT": 4, "HIGHEST": 8}
+    assert found.agrees
+
+
+def test_the_matmuls_of_experts_are_too():
+    """Forward, two products of attention, and two of the first round and of a further one.
+
+    Back, what is computed again: both products of a further round, because ZeRO 3 keeps no result of them, and the
+    first one in each of the two loops for gradients. The gradients are twice as many as the products; the loop for
+    weights makes those of a further round's hidden layer once more."""
+    found = compiled("data=2,expert=2", MOE)
+    forward, again, gradients = 2 + 2 + 2, 2 + 2, 2 * 6 + 1
+    assert Counter(CALL.findall(found.program.text)) == {"DEFAULT": forward + again, "HIGHEST": gradients}
     assert found.agrees
