@@ -57,6 +57,11 @@ def check_values(
 ) -> None:
     """Raise `ValueError` for values that the type annotations exclude."""
     _check_choice("zero", zero, get_args(Zero))
+    if precision == "fp8":
+        raise ValueError(
+            "precision is 'fp8', in which jaxdist's own matmuls multiply, and a module is called as it is: its matmuls "
+            "are its own; use 'bfloat16'"
+        )
     _check_choice("precision", precision, tuple(name for name, row in PRECISIONS.items() if not row.float8))
     _check_choice("scope", scope, get_args(Scope))
     if not isinstance(mesh, str):
