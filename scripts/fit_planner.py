@@ -26,6 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from jaxdist.planning.certainty import FLOAT8
 from jaxdist.planning.least_squares import Problem
 from jaxdist.planning.rates import FILE, NEUTRAL, Rates
 from jaxdist.planning.step_time import MIDDLE, PESSIMISTIC, parts
@@ -54,7 +55,7 @@ PRIORS = {
     "flash2": (0.50, 0.3),
     "flash2_h100": (0.28, 0.3),
     "cudnn": (0.50, 0.3),
-    "matmul_8bit": (0.60, 0.2),
+    "float8": (0.60, 0.2),
     "softmax": (0.5, 0.5),
 }
 """Constant -> its value before any row is seen, and the spread of its logarithm."""
@@ -309,8 +310,10 @@ def to_toml(found: list[Row], judged: Judged) -> str:
                 cells = ", ".join(f"{generation} = {of[key]:.3g}" for generation, key in keys.items())
                 lines.append(f"{name} = {{ {cells} }}")
     lines += ["", "# Measured over predicted: nine in ten steps of a kind lie between, predicted without their source."]
-    for kind in sorted({row.kind for row in found}):
-        own = [number for number, row in enumerate(found) if row.kind == kind]
+    alike = {kind: [row.kind == kind for row in found] for kind in sorted({row.kind for row in found})}
+    alike[FLOAT8] = [row.bits == 8 for row in found]
+    for kind, rows in alike.items():
+        own = np.flatnonzero(rows)
         low, high = np.quantile(judged.measured[own] / judged.middle[own], QUANTILES)
         count = len({found[number].source for number in own})
         lines += ["", f'[errors."{kind}"]', f"low = {low:.2f}", f"high = {high:.2f}"]

@@ -41,8 +41,6 @@ class Programs:
     flash2_h100: float = 0.28
     """That of the second one on H100, without its new instructions."""
     cudnn: float = 0.50
-    matmul_8bit: float = 0.60
-    """The rate of matmuls in 8 bits over their peak."""
     softmax: float = 0.5
     """What attention with a fused softmax moves of that by matmuls."""
 
@@ -195,7 +193,7 @@ class Rows:
     def step(self, rates: Rates, matmuls: dict[str, float], programs: Programs) -> Step:
         """Return the steps; `matmuls` is each generation's share of the best matmul."""
         plain = self.peak * self.best * self.of_generation(matmuls)
-        eight = self.peak * 2 * programs.matmul_8bit * np.where(self.bits == 4, 1.5, 1)
+        eight = self.peak * 2 * rates.float8 * np.where(self.bits == 4, 1.5, 1)
         h100 = self.generations["h100"]
         flash = self.kernels["cudnn"] * programs.cudnn
         flash = flash + self.kernels["flash1"] * programs.flash1 * np.where(h100, 312 / 989 * 1.66, 1)

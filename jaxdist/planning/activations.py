@@ -170,6 +170,9 @@ def in_layer(m: ModelConfig, layout: Layout, rows: int, width: int, remat: str) 
     dispatched = 2 * _widths(m, layout).rows
     values = recomputed + gradients + dispatched
     of_token = width * values + _travelling(m, layout, width)
+    if layout.float8:
+        # What the layer's matmuls multiply, rounded: one byte for each value that is kept for W elsewhere.
+        of_token += stashed_per_token(m, layout)
     return rows * own_length(m, layout) * of_token + _scores_in_layer(m, layout, rows, width)
 
 

@@ -5,6 +5,8 @@ Sizes may be numbers, or arrays with one entry for each candidate of a search.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from jaxdist.config import Config, ModelConfig
@@ -30,6 +32,17 @@ def speed_of(config: Config, cluster: Cluster) -> Speed:
     rate = 1.0 if cluster.gpu == "cpu" else config.numbers.rate
     peak = rate * cluster.peak
     return Speed(peak * cluster.matmul * rates.matmul, peak * rates.attention, cluster.bandwidth)
+
+
+def speed_of_layers(config: Config, cluster: Cluster) -> Speed:
+    """Return what a device reaches in the matmuls of layers with weights: in fp8, where the precision has it.
+
+    A CPU multiplies the same numbers in a wide dtype.
+    """
+    speed = speed_of(config, cluster)
+    if not config.numbers.float8 or cluster.gpu == "cpu":
+        return speed
+    return replace(speed, matmul=2 * cluster.peak * cluster.rates.float8)
 
 
 def update_seconds(config: Config, cluster: Cluster, flops: Numbers) -> Numbers:
@@ -148,7 +161,7 @@ def _matmuls(
     """
     sizes = config.model
     rates = cluster.rates
-    speed = speed_of(config, cluster)
+    speed = speed_of_layers(config, cluster)
     split = [matmul for matmul in matmuls_of(sizes).values() if matmul.split]
     one = sum(_matmul(sizes, each, tokens, parts, expert_parts, speed, rates) for each in split)
     whole = [matmul for matmul in matmuls_of(sizes).values() if not (matmul.split or matmul.exact)]

@@ -29,6 +29,9 @@ class Rates:
 
     matmul: float
     """The rate of large matmuls in a step, over that of the best matmul (`Cluster.matmul`)."""
+    float8: float
+    """The rate of large matmuls in fp8, and of scaling and rounding what they multiply, over twice the peak in 16 bits.
+    """
     attention: float
     """The rate of fused attention's forward pass over the peak."""
     few_tokens: float
@@ -61,6 +64,7 @@ class Rates:
 
 NEUTRAL = Rates(
     matmul=1,
+    float8=1,
     attention=0.65,
     few_tokens=0,
     narrow=0,

@@ -105,7 +105,7 @@ AS_PRINTED = Tolerance("as printed", _printed)
 NETWORK = "a measured bandwidth or latency: it goes into a model of a cluster, and is no prediction of one"
 
 NOT_JUDGED = {
-    "times: computed in 8 bits, which jaxdist does not do": [
+    "times: computed in 8 bits, by kernels that jaxdist does not have": [
         Entry("torchtitan", "tokens_per_s", 13, where=lambda r: r.precision.startswith("fp8")),
         Entry("Megatron-Bridge", "tokens_per_s", 9, where=lambda r: r.precision != "BF16"),
         Entry("NeMo 24.12", "tokens_per_s", 11),

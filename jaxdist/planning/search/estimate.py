@@ -176,7 +176,7 @@ class Estimate:
     @cached_property
     def interval(self) -> certainty.Interval:
         """The seconds between which a step lies, as far as published ones of its kind say."""
-        found = certainty.interval(self.kind, self.seconds)
+        found = certainty.interval(self.kind, self.seconds, self.config.numbers.float8)
         return found._replace(high=max(found.high, self.pessimistic))
 
     @property

@@ -139,8 +139,6 @@ def check_covered(config: Config) -> None:
         raise RequestError(
             f"plan knows models of text, and model.family is {config.model.family}; use one of {decoders}"
         )
-    if config.numbers.float8:
-        raise RequestError("plan knows no measured time of a step in fp8; set precision to bfloat16")
     rows = config.train.global_batch_size
     if rows > MOST_ROWS:
         raise RequestError(f"plan takes {MOST_ROWS:,} rows per step at most; lower train.global_batch_size {rows:,}")
