@@ -19,6 +19,8 @@ from tests.lab.pages import DOCS, assert_pasted
 
 CHECKS = claims.checks()
 SLOW = {
+    "fsdp-largest-layer",
+    "snapshot-epoch",
     "moe-conditional",
     "cp-ring",
     "strong-scaling",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import jax
 
 from jaxdist.config import Config, ParallelConfig
-from jaxdist.lab import fsdp_walkthrough
-from jaxdist.lab.checks.traffic import TINY
+from jaxdist.lab.checks.traffic import TINY, data_parallel_step
 from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.phases import cpu_mesh
-from jaxdist.lab.two_layers import WIDTH
+from jaxdist.output.tables import table
+from jaxdist.programs.hlo_text import Instruction, bytes_of, parse, results
 from jaxdist.training.run import Run
 
 COLLECTIVE = re.compile(r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
@@ -34,16 +35,31 @@ def on_device(claim: Claim, offload: str = "optimizer") -> Outcome:
 
 
 def whole_at_once(claim: Claim, zero: int = 3) -> Outcome:
-    """Count the bytes of weights that are whole at one time on a device, over the phases of the walk-through."""
-    result = fsdp_walkthrough.measure(zero)
-    most = 0
-    for phase in result.phases:
-        whole = [name for name, at in phase.alive.items() if name[0] in "wW" and at[0] == (WIDTH, WIDTH)]
-        most = max(most, 4 * WIDTH**2 * len(whole))
-    lines = (
-        f"each of 2 layers has {4 * WIDTH**2} bytes; the phases are those of python -m jaxdist.lab fsdp-walkthrough",
-    )
-    return Outcome(most, claim.met(most), lines)
+    """Count the bytes of weights that a step gathers at one time, with more and more layers.
+
+    Weights that are gathered in the body of a loop are freed when it ends; those of the entry stay. A unit is a layer,
+    or all that is outside of layers.
+    """
+    value = claim.expected
+    rows = [("layers", "a layer", "the rest", "whole at one time")]
+    for layers in (2, 3):
+        step = data_parallel_step(zero, layers)
+        parameters = step.run.sharded.parameters
+        layer = 4 * sum(one.elements for one in parameters if one.stacked) // layers
+        rest = 4 * sum(one.elements for one in parameters if not one.stacked)
+        most = max(map(_gathered_bytes, parse(step.text).computations.values()))
+        rows.append((str(layers), f"{layer:,}", f"{rest:,}", f"{most:,}"))
+        if most != max(layer, rest):
+            value = f"{most / max(layer, rest):g} x the largest unit of {layers} layers"
+            break
+    lines = ("bytes of weights in a step on 4 devices, compiled:", *table(rows))
+    return Outcome(value, claim.met(value), lines)
+
+
+def _gathered_bytes(computation: list[Instruction]) -> int:
+    """Return the bytes that the all-gathers of a computation itself make, without those of its loops."""
+    gathers = [one for one in computation if one.opcode in ("all-gather", "all-gather-start")]
+    return sum(bytes_of(dtype) * math.prod(shape) for one in gathers for dtype, shape in results(one))
 
 
 def after_the_reduction(claim: Claim, zero: int = 3) -> Outcome:
@@ -51,11 +67,7 @@ def after_the_reduction(claim: Claim, zero: int = 3) -> Outcome:
 
     XLA prints a program in the order in which it runs. Without a reduce-scatter, those of the whole step count.
     """
-    config = Config(mesh="4x1x1", precision="float32", model=TINY, parallel=ParallelConfig(zero=zero))
-    run = Run(config, devices=list(cpu_mesh(config.mesh).devices.flat))
-    run.steps = 1
-    with jax.set_mesh(run.mesh):
-        text = run.lower().compile().as_text()
+    text = data_parallel_step(zero).text
     lines = text[text.index("\nENTRY ") :].splitlines()
     # The layers' own are in the body of a loop, which the entry calls.
     scatters = {name for name, body in _computations(text).items() if "reduce-scatter" in body}

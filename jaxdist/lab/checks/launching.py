@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import tempfile
 from contextlib import redirect_stdout
+from pathlib import Path
 
 from jaxdist import train
 from jaxdist.config import RequestError
@@ -57,13 +59,16 @@ def snippet(claim: Claim, batch: int = 256) -> Outcome:
         run = ["--mesh", "2x1x1", "--train.steps", "1", "--run-dir", f"{folder}/run"]
         try:
             code = train.main(["gpt_tiny", *asked, *tiny, *files, *run])
+            (line,) = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines()[:1])
+            tokens = line["tokens"]
             told = [line for line in said.getvalue().splitlines() if line.startswith("step 1/1")]
         except RequestError as error:
             # As the command itself would end.
             code = 2
+            tokens = 0
             told = error.problems
     lines = (f"python -m jaxdist.train gpt_tiny {' '.join(asked)}", *(line.split("  norm")[0] for line in told))
-    return Outcome(code, claim.met(code), lines)
+    return Outcome(code, claim.met(code) and tokens == batch * MODEL.sequence, lines)
 
 
 CHECKS = {

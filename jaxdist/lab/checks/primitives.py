@@ -11,54 +11,102 @@ import numpy as np
 from jaxdist.lab.checks.pipelines import formula
 from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.phases import cpu_mesh
+from jaxdist.lab.reductions.algorithms import Network, broadcast, reduce_to
 from jaxdist.lab.reductions.execute import counted, line_of
 from jaxdist.mesh import DATA
 from jaxdist.output.tables import table
+from jaxdist.parallel import zero
+from jaxdist.parallel.placement import Placement
+from jaxdist.parallel.placing import ZeroOptions, placements
 from jaxdist.sharding import Layout
 
 RANKS = 4
+
+Held = list[list[int]]
+"""What each device holds, by rank."""
 
 
 def values(claim: Claim, root: int = 0) -> Outcome:
     """Run each collective on four devices, of which number r begins with r, and read what each holds.
 
-    `root` is the device that broadcasts and that has the sum of the reduction.
+    The trainer's own code gathers a weight and sums gradients; messages of the labs are broadcast, reduced to one
+    device and sent. `root` is the device that broadcasts and that has the sum of the reduction. A lost message leaves
+    zeros, as the broadcast of device 0 does: so the last device must be heard, too.
     """
     mesh = line_of(list(cpu_mesh(f"{RANKS}x1x1").devices.flat))
-    rows = Layout.on(mesh).activation("B")
-
-    def node(x):
-        rank = jax.lax.axis_index(DATA)
-        everywhere = jnp.tile(x, RANKS)
-        total = jax.lax.psum(x, DATA)
-        return (
-            jax.lax.psum(jnp.where(rank == root, x, 0), DATA) + 0 * x,
-            jnp.where(rank == root, total, x),
-            total + 0 * x,
-            jax.lax.all_gather(x, DATA, tiled=True),
-            jax.lax.psum_scatter(everywhere, DATA, tiled=True),
-            jax.lax.ppermute(x, DATA, [(0, 1)]),
-        )
-
-    x = jax.device_put(np.arange(RANKS, dtype=np.float32), jax.NamedSharding(mesh, rows))
-    arrays = jax.jit(jax.shard_map(node, mesh=mesh, in_specs=rows, out_specs=rows))(x)
-    held = [np.asarray(one).astype(int).reshape(RANKS, -1).tolist() for one in arrays]
-    broadcast, reduced, summed, gathered, scattered, received = held
+    with jax.set_mesh(mesh):
+        held = {**_by_messages(mesh, root), **_by_the_trainer(mesh)}
     value = " / ".join(
         (
-            ",".join(str(one) for (one,) in broadcast),
-            str(reduced[0][0]),
-            ",".join(str(one) for (one,) in summed),
-            _each(["".join(map(str, own)) for own in gathered]),
-            _each([str(one) for (one,) in scattered]),
-            f"{received[1][0]} on 1",
+            ",".join(str(one) for (one,) in held["broadcast"]),
+            str(held["reduce"][0][0]),
+            ",".join(str(one) for (one,) in held["all-reduce"]),
+            _each(["".join(map(str, own)) for own in held["all-gather"]]),
+            _each([str(one) for (one,) in held["reduce-scatter"]]),
+            f"{held['send from 1 to 0'][0][0]} on 0",
         )
     )
-    names = ("broadcast", "reduce", "all-reduce", "all-gather", "reduce-scatter", "send from 0 to 1")
-    rows_told = [("", *(f"rank {rank}" for rank in range(RANKS)))]
-    for name, of in zip(names, held, strict=True):
-        rows_told.append((name, *(" ".join(map(str, own)) for own in of)))
-    return Outcome(value, claim.met(value), tuple(table(rows_told)))
+    rows = [("", *(f"rank {rank}" for rank in range(RANKS)))]
+    for name in NAMES:
+        rows.append((name, *(" ".join(map(str, own)) for own in held[name])))
+    heard = held["broadcast by the last"] == [[RANKS - 1]] * RANKS
+    return Outcome(value, claim.met(value) and heard, tuple(table(rows)))
+
+
+NAMES = (
+    *("broadcast", "broadcast by the last", "reduce", "all-reduce", "all-gather", "reduce-scatter"),
+    "send from 1 to 0",
+)
+"""The rows of the table, in the order of the lecture's."""
+
+
+def _by_messages(mesh: jax.sharding.Mesh, root: int) -> dict[str, Held]:
+    """Run what is made of single messages."""
+    rows = Layout.on(mesh).activation("B")
+
+    def node(x: jax.Array) -> dict[str, jax.Array]:
+        network = Network(RANKS, jax.lax.axis_index(DATA))
+        return {
+            "broadcast": broadcast(root, x, network),
+            "broadcast by the last": broadcast(RANKS - 1, x, network),
+            "reduce": reduce_to(root, x, network),
+            "send from 1 to 0": network.send(x, {1: 0}),
+        }
+
+    x = jax.device_put(np.arange(RANKS, dtype=np.float32), jax.NamedSharding(mesh, rows))
+    arrays = jax.jit(jax.shard_map(node, in_specs=rows, out_specs=rows))(x)
+    return {name: _on_each(array) for name, array in arrays.items()}
+
+
+def _by_the_trainer(mesh: jax.sharding.Mesh) -> dict[str, Held]:
+    """Gather a weight at stage 3, and sum gradients at stages 0 and 3, each device's own being its number."""
+    layout = Layout.on(mesh)
+    plain, sharded = _place(layout, 0), _place(layout, 3)
+    x = jax.device_put(np.arange(RANKS, dtype=np.float32), jax.NamedSharding(mesh, sharded.rest))
+
+    def own(place: Placement, x: jax.Array) -> jax.Array:
+        """Return the partial sums of a gradient of four elements: on device r, each of them is r."""
+        return jax.shard_map(lambda r: jnp.tile(r, RANKS), in_specs=sharded.rest, out_specs=place.partial)(x)
+
+    def all_three(x: jax.Array) -> dict[str, jax.Array]:
+        return {
+            "all-reduce": zero.reduce(plain, own(plain, x))[:1],
+            "all-gather": zero.gather(sharded, x),
+            "reduce-scatter": zero.reduce(sharded, own(sharded, x)),
+        }
+
+    return {name: _on_each(array) for name, array in jax.jit(all_three)(x).items()}
+
+
+def _place(layout: Layout, stage: int) -> Placement:
+    """Return where a parameter of four elements lies at a ZeRO stage."""
+    return placements(layout, ("embed",), jax.ShapeDtypeStruct((RANKS,), jnp.float32), ZeroOptions(stage))
+
+
+def _on_each(array: jax.Array) -> Held:
+    """Return the elements of an array that lie on each device."""
+    pieces = sorted(array.addressable_shards, key=lambda piece: piece.device.id)
+    return [np.asarray(piece.data).astype(int).ravel().tolist() for piece in pieces]
 
 
 def _each(values: list[str]) -> str:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 
+import jaxdist
 from jaxdist.cluster.process_env import find
 from jaxdist.config import ClusterConfig, Config, DataConfig, ModelConfig, TrainConfig
 from jaxdist.lab.checks.data import data_set
 from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.phases import cpu_mesh
+from jaxdist.lab.snapshots import Script, resumed_run
 from jaxdist.models.loss import cross_entropy
 from jaxdist.output.tables import table
 from jaxdist.output.units import counted
-from jaxdist.parallel.finite import finite
 from jaxdist.sharding import Layout
-from jaxdist.training.forward import loss_scale
 from jaxdist.training.run import Run
 
 SAMPLES = 2048
@@ -80,28 +82,25 @@ def toy_loss(claim: Claim, classes: int = 1) -> Outcome:
     return Outcome(value, claim.met(value), lines)
 
 
-def epochs_of_snapshots(claim: Claim, saves: str = "this epoch", total: int = 10, killed: int = 5) -> Outcome:
+def epochs_of_snapshots(claim: Claim, saves_next: bool = False, total: int = 10, killed: int = 5) -> Outcome:
     """Count the epochs that the documents' script trains if it is killed after a snapshot, and those of a run here.
 
-    The script counts from the epoch in the snapshot; `saves`: which number it writes. A run of jaxdist goes on with the
-    batch after the last one: a second run, which knows only how many batches there were, reads the other rows.
+    The script counts on from the number in its snapshot: of the epoch that has ended, or with `saves_next` of the one
+    after it. A run of jaxdist that is resumed has to end with the weights of one that was never stopped, to the bit.
     """
-    trained = list(range(killed + 1))
-    first = killed if saves == "this epoch" else killed + 1
-    trained += range(first, total)
-    with data_set(96) as data:
-        ours = run(1, 16, data, epochs=total).task
-        at = killed * 6
-        resumed = [ours.rows_after(step) for step in range(at)]
-        with data_set(96) as again:
-            after = run(1, 16, again, epochs=total).task
-            resumed += [after.rows_after(step) for step in range(at, total * 6)]
-    read = np.bincount(np.concatenate(resumed), minlength=96)
+    script = Script(saves_next)
+    weights = script.restarted(total, killed)
+    alone = Script().process(total)
+    apart = np.linalg.norm(weights - alone) / np.linalg.norm(alone)
+    ours = resumed_run(total, killed)
     lines = (
-        f"the script trains the epochs {' '.join(map(str, trained))}",
-        f"jaxdist, begun again after {at} of {total * 6} steps: each row is read {read.min()} to {read.max()} x",
+        f"the script trains the epochs {' '.join(map(str, script.trained))}",
+        f"its weights end {apart:.1%} from those of a training without a stop",
+        f"jaxdist, killed and resumed, trains {ours.epochs:g} epochs; "
+        f"losses and weights are those without a stop, to the bit: {'yes' if ours.exact else 'NO'}",
     )
-    return Outcome(len(trained), claim.met(len(trained)) and set(read) == {total}, lines)
+    exact = ours.exact and ours.epochs == total
+    return Outcome(len(script.trained), claim.met(len(script.trained)) and exact, lines)
 
 
 def writers(claim: Claim, nodes: int = 2, each: int = 4) -> Outcome:
@@ -149,36 +148,55 @@ def variables(claim: Claim, nodes: int = 2, each: int = 4) -> Outcome:
 
 
 def scaled(claim: Claim, power: int = 16) -> Outcome:
-    """Measure a gradient of 2^-30 in float16 with and without a scale of 2^`power`, and the scale after an overflow."""
-    tiny = 2.0**-30
+    """Measure steps of a trainer in float16 whose gradient is 2^-30: with a scale of 2^`power`, without, and too large.
 
-    def gradient(scale: float) -> jax.Array:
-        # The loss is tiny times w: its gradient passes through float16 on its way back.
-        def loss(w):
-            return (w.astype(jnp.float16) * jnp.float16(1)).astype(jnp.float32) * (tiny * scale)
+    The rate is so large that a gradient that is kept moves the weight by exactly 1. A step that overflows has to leave
+    the weight as it was.
+    """
+    trainer = jaxdist.parallelize(_OneWeight, _tiny_loss, optax.sgd(1 / TINY), mesh="1x1x1", precision="float16")
+    moved = {}
+    scales = {}
+    kept, lost, skipped = "2^-30, scaled", "2^-30, not scaled", "infinite"
+    for name, scale, x in ((kept, 2.0**power, 1.0), (lost, 1.0, 1.0), (skipped, 2.0**power, np.inf)):
+        state = trainer.init(0)
+        own = state.loss_scale.scale
+        scaled = state.loss_scale._replace(scale=jax.device_put(np.float32(scale), own.sharding))
+        before = float(state.params["w"][0])
+        state, _ = trainer.step(state._replace(loss_scale=scaled), {"x": np.full((2, 1), x, np.float32)})
+        moved[name] = before - float(state.params["w"][0])
+        scales[name] = scale, float(state.loss_scale.scale)
+    found = {
+        "kept": moved[kept] == 1,
+        "lost": moved[lost] == 0,
+        "halved": moved[skipped] == 0 and scales[skipped] == (2.0**power, 2.0 ** (power - 1)),
+    }
+    value = " / ".join(word for word, true in found.items() if true)
+    rows = [("gradient in float16", "the weight moves by", "scale of the loss", "scale after the step")]
+    for told, (before, after) in scales.items():
+        rows.append((told, f"{moved[told]:g}", f"{before:g}", f"{after:g}"))
+    return Outcome(value, claim.met(value), tuple(table(rows)))
 
-        return jax.grad(lambda w: loss(w))(jnp.float16(1)).astype(jnp.float32) / scale
 
-    kept = float(gradient(2.0**power)) == tiny
-    lost = float(gradient(1.0)) == 0
-    scale = loss_scale.first()
-    with jax.set_mesh(cpu_mesh("1x1x1")):
-        good = finite([jnp.asarray([1.0, jnp.inf], jnp.float16)])[0]
-    after = scale.after(good)
-    halved = float(after.scale) == float(scale.scale) / 2
-    value = " / ".join(word for word, true in (("kept", kept), ("lost", lost), ("halved", halved)) if true)
-    lines = (
-        f"2^-30 through float16: {float(gradient(1.0)):g}, with a scale of 2^{power}: {float(gradient(2.0**power)):g}",
-        f"a gradient with an infinity: finite {bool(good)}, scale {float(scale.scale):g} -> {float(after.scale):g}",
-    )
-    return Outcome(value, claim.met(value), lines)
+TINY = 2.0**-30
+"""A gradient that float16 does not hold: its smallest number is 2^-24."""
+
+
+class _OneWeight(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = nnx.Param(jnp.zeros(1))
+
+
+def _tiny_loss(model: _OneWeight, batch: dict[str, jax.Array]) -> jax.Array:
+    """Return a loss whose gradient is `TINY` x: on its way back it passes through float16."""
+    y = model.w[...] * batch["x"]
+    return (y.astype(jnp.float32) * TINY).mean()
 
 
 CHECKS = {
     "ddp-steps": Check(steps, {"per_process": False}),
     "global-batch": Check(rows_of_each, {"batch": 64}),
     "toy-cross-entropy": Check(toy_loss, {"classes": 2}),
-    "snapshot-epoch": Check(epochs_of_snapshots, {"saves": "the next epoch"}),
+    "snapshot-epoch": Check(epochs_of_snapshots, {"saves_next": True}),
     "snapshot-writers": Check(writers, {"nodes": 1}),
     "torchrun-env": Check(variables, {}),
     "fp16-loss-scale": Check(scaled, {"power": 2}),

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from fractions import Fraction
 from functools import cache, partial
+from typing import NamedTuple
 
 import jax
 
@@ -27,27 +28,42 @@ TINY = ModelConfig(family="llama", layers=2, embed=32, heads=4, mlp=64, vocab=64
 """A model whose every dim divides by the devices here."""
 
 
-def compiled(config: Config) -> tuple[Run, list[Collective]]:
-    """Return a run of this configuration on CPU devices, and every collective of its compiled step."""
+class CompiledStep(NamedTuple):
+    """A step that is compiled for CPU devices, with its collectives."""
+
+    run: Run
+    moves: list[Collective]
+    text: str
+    """The program."""
+
+
+def compiled(config: Config) -> CompiledStep:
+    """Compile the step of this configuration on CPU devices, and read every collective of it."""
     run = Run(config, devices=list(cpu_mesh(config.mesh).devices.flat))
     run.steps = 1  # only for the learning-rate schedule
     with jax.set_mesh(run.mesh):
-        return run, collectives(run.lower().compile().as_text(), run.mesh)
+        text = run.lower().compile().as_text()
+        return CompiledStep(run, collectives(text, run.mesh), text)
 
 
 @cache
-def elements(zero: int, layers: int, devices: int = 4) -> tuple[float, float]:
-    """Return the elements that a device sends over data in a step, here and in plain data parallelism; no scalars."""
+def data_parallel_step(zero: int, layers: int = TINY.layers) -> CompiledStep:
+    """Compile the step of the tiny model with so many layers at a ZeRO stage; claims share it."""
     config = Config(
-        mesh=f"{devices}x1x1",
+        mesh="4x1x1",
         precision="float32",
         model=TINY.model_copy(update={"layers": layers}),
         parallel=ParallelConfig(zero=zero),
     )
-    run, moves = compiled(config)
+    return compiled(config)
+
+
+def elements(zero: int, layers: int) -> tuple[float, float]:
+    """Return the elements that a device sends over data in a step, here and in plain data parallelism; no scalars."""
+    step = data_parallel_step(zero, layers)
     # XLA may combine scalars with arrays in one collective: count the share of the arrays.
-    sent = sum(one.wire * one.array_elements / one.elements for one in moves if DATA in one.axes)
-    return sent, communication.data_parallel(run.sharded)
+    sent = sum(one.wire * one.array_elements / one.elements for one in step.moves if DATA in one.axes)
+    return sent, communication.data_parallel(step.run.sharded)
 
 
 def volume(claim: Claim, zero: int) -> Outcome:
@@ -83,7 +99,7 @@ def two_by_two(claim: Claim, micro_batches: int = 4) -> Outcome:
         pipeline=PipelineConfig(schedule="1f1b", microbatches=micro_batches),
         train=TrainConfig(global_batch_size=2 * micro_batches),
     )
-    run, moves = compiled(config)
+    run, moves, _ = compiled(config)
     schedule = make("1f1b", 2, micro_batches)
     counts = {}
     for kind, ticks in schedule.units.items():
@@ -182,12 +198,9 @@ def uses(claim: Claim, sharded: int = 3) -> Outcome:
     return Outcome(value, claim.met(value), tuple(f"ZeRO {zero}: {kinds}" for zero, kinds in found.items()))
 
 
-@cache
 def kinds_of(zero: int) -> dict[str, int]:
     """Return the calls of each kind of collective over data on arrays, in a compiled step of 4 devices."""
-    parallel = ParallelConfig(zero=zero)
-    _, moves = compiled(Config(mesh="4x1x1", precision="float32", model=TINY, parallel=parallel))
-    return calls_on_arrays(one for one in moves if DATA in one.axes)
+    return calls_on_arrays(one for one in data_parallel_step(zero).moves if DATA in one.axes)
 
 
 def stored(claim: Claim, zero: int = 3) -> Outcome:

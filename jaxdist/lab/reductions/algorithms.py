@@ -46,14 +46,26 @@ class Network:
             self.sent.append(message)
             return lax.ppermute(message, DATA, tuple(pairs.items()))
 
+    def others(self, centre: int) -> list[int]:
+        """Return the numbers of all nodes but one."""
+        return [k for k in range(self.K) if k != centre]
+
 
 def star(centre: int, x: Vector, network: Network) -> Vector:
     """Send all arrays to one node, which sends the sum to all: 2 rounds, K - 1 messages into one node."""
+    return broadcast(centre, reduce_to(centre, x, network), network)
+
+
+def reduce_to(centre: int, x: Vector, network: Network) -> Vector:
+    """Send all arrays to one node, which adds them up; returns the sum there, and a node's own array elsewhere."""
     # One send for each node: a collective-permute allows a target only one source.
-    others = [k for k in range(network.K) if k != centre]
-    total = reduce(add, [network.send(x, {k: centre}) for k in others], x)
-    back = reduce(add, [network.send(total, {centre: k}) for k in others])
-    return jnp.where(network.rank == centre, total, back)
+    return reduce(add, [network.send(x, {k: centre}) for k in network.others(centre)], x)
+
+
+def broadcast(centre: int, x: Vector, network: Network) -> Vector:
+    """Send the array of one node to all; returns it on each of them."""
+    received = reduce(add, [network.send(x, {centre: k}) for k in network.others(centre)])
+    return jnp.where(network.rank == centre, x, received)
 
 
 def naive(x: Vector, network: Network) -> Vector:
