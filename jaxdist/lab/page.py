@@ -18,6 +18,7 @@ from jaxdist.lab.claims import Report, checks
 from jaxdist.output.pictures import BLUE, GREY, RED
 
 STYLE = f"""
+:root {{ color-scheme: light; }}
 body {{ font-family: system-ui, sans-serif; line-height: 1.45; }}
 body {{ max-width: 62rem; margin: 1.5rem auto; padding: 0 1rem; }}
 h2 {{ margin-top: 2.5rem; border-bottom: 2px solid {GREY}; }}
@@ -31,17 +32,38 @@ dl {{ display: grid; grid-template-columns: 9rem 1fr; gap: 0.15rem 0.8rem; margi
 dt {{ color: #555; }} dd {{ margin: 0; overflow-wrap: anywhere; }}
 .figure {{ font-size: 1.15rem; font-weight: 600; }}
 pre {{ background: #f4f4f4; padding: 0.6rem; overflow-x: auto; font-size: 0.8rem; }}
+.up {{ font-size: 0.8rem; font-weight: normal; float: right; }}
+a:focus-visible, summary:focus-visible {{ outline: 3px solid {BLUE}; outline-offset: 2px; }}
+article:target {{ box-shadow: 0 0 0 3px {BLUE}; }}
 img {{ max-width: 100%; height: auto; }}
 .label {{ border-radius: 4px; padding: 0.05rem 0.4rem; font-size: 0.8rem; color: #fff; background: #555; }}
 .label.measured {{ background: #00694b; }} .label.counted {{ background: {BLUE}; }}
 .label.predicted {{ background: #8a5a00; }}
 .passed {{ color: #00694b; }} .FAILED {{ color: #b30000; font-weight: bold; }} .not {{ color: #8a5a00; }}
-@media (max-width: 40rem) {{ dl {{ grid-template-columns: 1fr; }} dt {{ margin-top: 0.3rem; }} }}
+@media screen and (max-width: 40rem) {{
+  dl {{ grid-template-columns: 1fr; }} dt {{ margin-top: 0.3rem; }}
+  .picture {{ overflow-x: auto; }} .picture img {{ max-width: none; width: 40rem; }}
+}}
 @media print {{
   body {{ max-width: none; font-size: 10pt; }} article {{ break-inside: avoid; }} details {{ display: none; }}
-  pre {{ white-space: pre-wrap; }} img {{ max-height: 9cm; }} a {{ color: inherit; text-decoration: none; }}
+  pre {{ white-space: pre-wrap; }} img {{ max-height: 9cm; }} .up {{ display: none; }}
+  a {{ color: inherit; text-decoration: none; }}
 }}
 """
+
+
+DOCUMENTS = {
+    "000": "training on many GPUs: collectives, networks, ZeRO, FSDP",
+    "001": "the training scripts: data parallel, snapshots, torchrun, Slurm",
+    "002": "data, pipeline and tensor parallelism; parameter servers; slow networks",
+    "003": "large models: sizes, GPipe, 3D layouts, DeepSpeed",
+    "004": "FSDP step by step",
+}
+"""Document of the lecture -> what it is about."""
+
+SEVERAL = "said in several documents"
+OURS = "not of the lecture"
+"""Words in the notes of a claim that jaxdist has added."""
 
 
 def page(reports: Sequence[Report]) -> str:
@@ -57,7 +79,7 @@ def page(reports: Sequence[Report]) -> str:
     # Claims can share a picture; it is shown with the first of them.
     shown: dict[str, str] = {}
     for topic, group in groupby(reports, key=lambda report: report.claim.topic):
-        body.append(f'<h2 id="{_anchor(topic)}">{escape(topic)}</h2>')
+        body.append(f'<h2 id="{_anchor(topic)}">{escape(topic)} <a class="up" href="#index">index</a></h2>')
         body += [_card(report, known.get(report.claim.id), shown) for report in group]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>The lecture's claims</title><style>{STYLE}</style>"
@@ -94,12 +116,12 @@ def _index(reports: Sequence[Report]) -> str:
     """Return the claims by document of the lecture, and the same claims by topic."""
     documents: dict[str, list[Report]] = {}
     for report in reports:
-        for document in report.claim.documents or ["in several documents"]:
+        for document in report.claim.documents or [OURS if OURS in report.claim.notes else SEVERAL]:
             documents.setdefault(document, []).append(report)
-    parts = ["<nav>", "<h2>By document</h2>"]
-    for document in sorted(documents):
-        name = f"document {document}" if document.isdigit() else document
-        parts.append(f"<strong>{name}</strong>{_links(documents[document], status=False)}")
+    parts = ['<nav id="index">', "<h2>By document</h2>"]
+    for document in sorted(documents, key=[*DOCUMENTS, SEVERAL, OURS].index):
+        name = f"document {document}: {DOCUMENTS[document]}" if document in DOCUMENTS else document
+        parts.append(f"<strong>{escape(name)}</strong>{_links(documents[document], status=False)}")
     parts.append("<h2>By topic</h2>")
     for topic, group in groupby(reports, key=lambda report: report.claim.topic):
         parts.append(f'<strong><a href="#{_anchor(topic)}">{escape(topic)}</a></strong>{_links(group, status=True)}')
@@ -184,4 +206,5 @@ def _picture(report: Report, shown: dict[str, str]) -> str:
     first = shown.setdefault(picture, claim.id)
     if first != claim.id:
         return f'<p>Its picture stands with <a href="#{escape(first)}">{escape(first)}</a>.</p>'
-    return f'<img alt="{escape(claim.claim)}" src="data:image/png;base64,{picture}">'
+    image = f'<img alt="{escape(claim.claim)}" src="data:image/png;base64,{picture}">'
+    return f'<div class="picture" tabindex="0">{image}</div>'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,6 +89,103 @@ def steady(schedule: Schedule, path: Path) -> None:
     write_picture(path, figure, dpi=DPI)
 
 
+def sends(schedule: Schedule, path: Path) -> None:
+    """Draw a schedule of one micro-batch, with an arrow for each message between neighbours."""
+    times = Times(F=2)
+    figure = timeline.figure(schedule, times)
+    (axes,) = figure.axes
+    there = 0
+    for kind, onward in (("F", 1), ("B", -1)):
+        units = {bar.rank: bar for bar in timeline.bars(schedule, times) if bar.kind == kind}
+        for rank, bar in units.items():
+            receiver = units.get(rank + onward)
+            if receiver is None:
+                continue
+            there += 1
+            arrow = {"arrowstyle": "-|>", "color": BLACK, "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
+            start = (bar.start + 0.8 * bar.length, rank + 0.3 * onward)
+            axes.annotate("", (receiver.start + 0.3 * receiver.length, rank + 0.75 * onward), start, arrowprops=arrow)
+    axes.set_title(
+        f"one micro-batch over {schedule.stages} stages: {there} messages, activations down and gradients up",
+        loc="left",
+        fontsize=10,
+    )
+    write_picture(path, figure, dpi=DPI)
+
+
+def primitives(held: Mapping[str, Sequence[Sequence[int]]], path: Path) -> None:
+    """Draw a row for each collective and a box for each device, with the numbers that it holds in the end."""
+    from matplotlib.patches import Rectangle
+
+    rows = {"before": [[rank] for rank in range(len(next(iter(held.values()))))], **held}
+    figure = blank(8, 0.5 * len(rows) + 0.9)
+    axes = figure.add_subplot(ylim=(len(rows) - 0.4, -0.6), title="what each device holds; blue: by what it received")
+    for at, (name, devices) in enumerate(rows.items()):
+        for rank, numbers in enumerate(devices):
+            changed = name != "before" and numbers != [rank]
+            colour = BLUE if changed else GREY
+            axes.add_patch(Rectangle((rank + 0.05, at - 0.36), 0.9, 0.72, color=colour, alpha=0.45))
+            axes.text(rank + 0.5, at, " ".join(map(str, numbers)), ha="center", va="center")
+    axes.set_xlim(0, len(rows["before"]))
+    devices = range(len(rows["before"]))
+    axes.set_xticks([rank + 0.5 for rank in devices], [f"device {rank}" for rank in devices])
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.tick_params(length=0)
+    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    write_picture(path, figure, dpi=DPI)
+
+
+def phases(bytes: Mapping[str, int], path: Path) -> None:
+    """Draw a bar for each numbered phase of a step, as long as the bytes that a device holds after it."""
+    figure = blank(8, 0.27 * len(bytes) + 0.9)
+    axes = figure.add_subplot(xlabel="bytes on each device after the phase", title="one step of FSDP, phase by phase")
+    for at, (name, held) in enumerate(bytes.items()):
+        colour = BLUE
+        if " gather " in name:
+            colour = ORANGE
+        elif " free " in name:
+            colour = GREY
+        axes.barh(at, held, color=colour)
+        axes.text(held + 4, at, str(held), va="center", fontsize=8)
+    axes.set_yticks(range(len(bytes)), list(bytes), fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.08, y=0.01)
+    for label, colour in (("gathers a layer", ORANGE), ("computes or reduces", BLUE), ("frees", GREY)):
+        axes.plot([], [], "s", color=colour, label=label)
+    axes.legend(fontsize=8, loc="lower right")
+    write_picture(path, figure, dpi=DPI)
+
+
+def tokens(published: Sequence[tuple[float, float]], median: float, path: Path) -> None:
+    """Draw the tokens for each parameter of compute-optimal (parameters, tokens), their median, and the rule of 20."""
+    figure = blank(7, 4.2)
+    axes = figure.add_subplot(
+        xscale="log",
+        xlabel="parameters",
+        ylabel="tokens for each parameter",
+        ylim=(0, 26),
+        title="compute-optimal training (Hoffmann et al. 2022)",
+    )
+    axes.axhline(median, color=BLUE, label=f"median, {median:.1f}")
+    axes.axhline(20, color=RED, linestyle="--", label="the lecture's 20")
+    axes.plot([size for size, _ in published], [each / size for size, each in published], "o", color=BLACK)
+    axes.legend(loc="lower right")
+    write_picture(path, figure, dpi=DPI)
+
+
+def speed_up(of: Callable[[float], float], devices: int, title: str, path: Path) -> None:
+    """Draw the speed-up `of` a number of devices beside the ideal one."""
+    figure = blank(7, 4.4)
+    counts = np.linspace(1, 2 * devices, 200)
+    axes = figure.add_subplot(xlabel="devices", ylabel="speed-up", title=title)
+    axes.plot(counts, counts, "--", color=GREY, label="ideal")
+    axes.plot(counts, [of(n) for n in counts], color=BLUE, label="Amdahl")
+    axes.plot([devices], [of(devices)], "o", color=RED)
+    axes.annotate(f"{of(devices):.1f}", (devices, of(devices)), (6, -14), textcoords="offset points", color=RED)
+    axes.legend()
+    write_picture(path, figure, dpi=DPI)
+
+
 def grid(path: Path, model: int, layers: Sequence[int]) -> None:
     """Draw a square for each device of model x pipeline; `layers` are the layers of each stage."""
     from matplotlib.patches import Rectangle
@@ -136,7 +233,7 @@ def column_row(path: Path, forward: int, backward: int) -> None:
     for x, count, what in ((7.9, forward, "forward"), (1.5, backward, "backward")):
         axes.annotate("", (x, 1.3), (x, 2.6), arrowprops={"arrowstyle": "<->", "color": RED, "linewidth": 2})
         axes.text(x + 0.1, 1.95, f"{what}: {count} all-reduce", color=RED, va="center")
-    axes.text(4.7, 1.95, "nothing moves here", ha="center", va="center", color=GREY)
+    axes.text(4.7, 1.95, "nothing moves here", ha="center", va="center")
     write_picture(path, figure, dpi=DPI)
 
 

@@ -85,7 +85,10 @@ def _choices(axes: Axes, chosen: Routing) -> None:
     axes.set_xticks(range(experts), [f"expert {expert}" for expert in range(experts)], rotation=60, ha="left")
     axes.xaxis.tick_top()
     fullest = loads.max() / loads.mean()
-    axes.set_title(f"{CONFIG.experts_per_token} of {experts} experts for each token; fullest {fullest:.2f} x mean")
+    axes.set_title(
+        f"each token goes through {CONFIG.experts_per_token} experts, however many there are;\n"
+        f"the fullest has {fullest:.2f} x the mean"
+    )
 
 
 def _exchanges(axes: Axes, rows: Int[np.ndarray, "n n"]) -> None:

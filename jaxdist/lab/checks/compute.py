@@ -94,7 +94,7 @@ def tokens_per_parameter(claim: Claim, quantile: float = 0.5) -> Outcome:
     rows = [("parameters", "tokens", "ratio")]
     for (parameters, tokens), ratio in zip(published, ratios, strict=True):
         rows.append((f"{parameters:.3g}", f"{tokens:.3g}", f"{ratio:.2f}"))
-    return Outcome(value, claim.met(value), tuple(table(rows)))
+    return Outcome(value, claim.met(value), tuple(table(rows)), partial(pictures.tokens, published, value))
 
 
 def backward_ratio(claim: Claim, width: int = 16, input_gradient: bool = True) -> Outcome:
@@ -124,9 +124,15 @@ def backward_ratio(claim: Claim, width: int = 16, input_gradient: bool = True) -
 
 def amdahl(claim: Claim, devices: int = 100, serial: float = 0.01) -> Outcome:
     """Return the speed-up by Amdahl's law: arithmetic."""
-    value = 1 / (serial + (1 - serial) / devices)
-    rows = [("devices", "speed-up"), *((str(n), f"{1 / (serial + (1 - serial) / n):.2f}") for n in (1, 10, 100, 1000))]
-    return Outcome(value, claim.met(value), (f"a serial part of {serial:.0%}:", *table(rows)))
+
+    def speed_up(n: float) -> float:
+        return 1 / (serial + (1 - serial) / n)
+
+    value = speed_up(devices)
+    rows = [("devices", "speed-up"), *((str(n), f"{speed_up(n):.2f}") for n in (1, 10, 100, 1000))]
+    about = f"a serial part of {serial:.0%}"
+    drawn = partial(pictures.speed_up, speed_up, devices, about)
+    return Outcome(value, claim.met(value), (f"{about}:", *table(rows)), drawn)
 
 
 def tokens_of_table(claim: Claim, tokens: tuple[float, ...] = (1e12, 10e12)) -> Outcome:

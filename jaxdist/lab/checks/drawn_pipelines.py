@@ -28,6 +28,10 @@ EQUAL = Times(Fraction(1), Fraction(1, 2), Fraction(1, 2))
 """A backward unit that takes as long as a forward unit, as the documents draw them."""
 
 
+DRAWN = Times(F=2)
+"""The same in whole numbers, for pictures."""
+
+
 def holds(claim: Claim, counted: dict[int, list], wanted: Callable[[int], list]) -> str:
     """Return the expected formula if what was counted for each S is `wanted(S)`, else the first that is not."""
     for S, found in counted.items():
@@ -57,7 +61,7 @@ def sends(claim: Claim, virtual: int = 1, micro_batches: int = 8) -> Outcome:
         shapes.append(f"{made} {next(iter(phase.alive[made].values()))}")
     rows = [("S", "sends of a micro-batch"), *((str(S), str(count)) for S, (count,) in found.items())]
     lines = (*table(rows), f"two layers on two devices send {len(by_hand)} times: {', '.join(shapes)}")
-    drawn = partial(timeline.picture, make("gpipe", 4, 4))
+    drawn = partial(pictures.sends, make("gpipe", 4, 1))
     return Outcome(value, claim.met(value) and len(by_hand) == formula(claim.expected, S=2), lines, drawn)
 
 
@@ -111,7 +115,8 @@ def gpipe_order(claim: Claim, schedule: str = "gpipe", stages: int = 3, micro_ba
     idle = bubble(made, EQUAL).share
     orders = {" ".join(str(m + 1) for m in np.argsort(ticks)) for ticks in made.backward}
     value = f"{idle} and {' or '.join(sorted(orders))}"
-    return Outcome(value, claim.met(value), tuple(timeline.text(made).splitlines()), partial(timeline.picture, made))
+    drawn = partial(timeline.picture, made, times=DRAWN)
+    return Outcome(value, claim.met(value), tuple(timeline.text(made).splitlines()), drawn)
 
 
 def idle_of_each(claim: Claim, stages: int = 4, micro_batches: int = 1) -> Outcome:
@@ -124,7 +129,7 @@ def idle_of_each(claim: Claim, stages: int = 4, micro_batches: int = 1) -> Outco
     value = " or ".join(sorted({str(share) for share in idle}))
     lines = [f"device {rank} waits in {share} of {made.ticks} ticks" for rank, share in enumerate(idle)]
     lines.append(f"with backward units of twice the time: {bubble(made, TIMES).share}")
-    return Outcome(value, claim.met(value), tuple(lines), partial(timeline.picture, made))
+    return Outcome(value, claim.met(value), tuple(lines), partial(timeline.picture, made, times=DRAWN))
 
 
 def cut(claim: Claim, layers: int = 31, stages: int = 3) -> Outcome:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdist.lab import pictures
 from jaxdist.lab.checks.pipelines import formula
 from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.phases import cpu_mesh
@@ -50,7 +52,8 @@ def values(claim: Claim, root: int = 0) -> Outcome:
     for name in NAMES:
         rows.append((name, *(" ".join(map(str, own)) for own in held[name])))
     heard = held["broadcast by the last"] == [[RANKS - 1]] * RANKS
-    return Outcome(value, claim.met(value) and heard, tuple(table(rows)))
+    drawn = partial(pictures.primitives, {name: held[name] for name in NAMES})
+    return Outcome(value, claim.met(value) and heard, tuple(table(rows)), drawn)
 
 
 NAMES = (
@@ -65,12 +68,13 @@ def _by_messages(mesh: jax.sharding.Mesh, root: int) -> dict[str, Held]:
     rows = Layout.on(mesh).activation("B")
 
     def node(x: jax.Array) -> dict[str, jax.Array]:
-        network = Network(RANKS, jax.lax.axis_index(DATA))
+        rank = jax.lax.axis_index(DATA)
+        network = Network(RANKS, rank)
         return {
             "broadcast": broadcast(root, x, network),
             "broadcast by the last": broadcast(RANKS - 1, x, network),
             "reduce": reduce_to(root, x, network),
-            "send from 1 to 0": network.send(x, {1: 0}),
+            "send from 1 to 0": jnp.where(rank == 0, network.send(x, {1: 0}), x),
         }
 
     x = jax.device_put(np.arange(RANKS, dtype=np.float32), jax.NamedSharding(mesh, rows))

@@ -153,7 +153,7 @@ def scaled(claim: Claim, power: int = 16) -> Outcome:
     The rate is so large that a gradient that is kept moves the weight by exactly 1. A step that overflows has to leave
     the weight as it was.
     """
-    trainer = jaxdist.parallelize(_OneWeight, _tiny_loss, optax.sgd(1 / TINY), mesh="1x1x1", precision="float16")
+    trainer = jaxdist.parallelize(_one_weight, _tiny_loss, optax.sgd(1 / TINY), mesh="1x1x1", precision="float16")
     moved = {}
     scales = {}
     kept, lost, skipped = "2^-30, scaled", "2^-30, not scaled", "infinite"
@@ -161,9 +161,9 @@ def scaled(claim: Claim, power: int = 16) -> Outcome:
         state = trainer.init(0)
         own = state.loss_scale.scale
         scaled = state.loss_scale._replace(scale=jax.device_put(np.float32(scale), own.sharding))
-        before = float(state.params["w"][0])
+        before = float(state.params["kernel"][0, 0])
         state, _ = trainer.step(state._replace(loss_scale=scaled), {"x": np.full((2, 1), x, np.float32)})
-        moved[name] = before - float(state.params["w"][0])
+        moved[name] = before - float(state.params["kernel"][0, 0])
         scales[name] = scale, float(state.loss_scale.scale)
     found = {
         "kept": moved[kept] == 1,
@@ -181,15 +181,13 @@ TINY = 2.0**-30
 """A gradient that float16 does not hold: its smallest number is 2^-24."""
 
 
-class _OneWeight(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.w = nnx.Param(jnp.zeros(1))
+def _one_weight(rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(1, 1, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
 
-def _tiny_loss(model: _OneWeight, batch: dict[str, jax.Array]) -> jax.Array:
+def _tiny_loss(model: nnx.Linear, batch: dict[str, jax.Array]) -> jax.Array:
     """Return a loss whose gradient is `TINY` x: on its way back it passes through float16."""
-    y = model.w[...] * batch["x"]
-    return (y.astype(jnp.float32) * TINY).mean()
+    return (model(batch["x"]).astype(jnp.float32) * TINY).mean()
 
 
 CHECKS = {

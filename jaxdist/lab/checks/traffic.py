@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from jaxdist.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
-from jaxdist.lab import fsdp_walkthrough
+from jaxdist.lab import fsdp_walkthrough, pictures
 from jaxdist.lab.checks.memory import states
 from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.phases import calls_on_arrays, cpu_mesh, shape_text
@@ -138,7 +138,10 @@ def walkthrough(claim: Claim, zero: int = 3) -> Outcome:
         "layer's gather is used again. python -m jaxdist.lab fsdp-walkthrough tells every phase.",
         "no weight is updated before the backward pass has ended" if result.untouched else "A WEIGHT CHANGED EARLY",
     )
-    return Outcome(value, claim.met(value) and result.passed, lines)
+    drawn = partial(
+        pictures.phases, {f"{at} {one.name}": max(one.bytes.values()) for at, one in enumerate(result.phases)}
+    )
+    return Outcome(value, claim.met(value) and result.passed, lines, drawn)
 
 
 def walkthrough_shapes(claim: Claim, zero: int = 3) -> Outcome:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 COLOURS = {"F": BLUE, "B": ORANGE, "W": GREEN}
 IDLE = "#e9e9e9"
+DARK = 0.2
+"""Below this luminance, white letters are easier to read than black ones."""
 WIDTH = 14
 """Of a picture, in inches."""
 
@@ -122,7 +124,7 @@ def _draw(axes: Axes, schedule: Schedule, times: Times, longest: float) -> None:
         # Numbers stand where they have the room.
         if bar.length * points > 4 + 5 * len(str(bar.micro)):
             middle = bar.start + bar.length / 2
-            ink = "black" if sum(colour) > 1.8 else "white"
+            ink = "white" if _luminance(colour) < DARK else "black"
             axes.text(middle, bar.rank, str(bar.micro), ha="center", va="center", fontsize=8, color=ink)
     for (rank, colour), spans in alike.items():
         axes.broken_barh(spans, (rank - 0.45, 0.9), facecolors=colour, edgecolors="white", linewidth=0.6)
@@ -138,6 +140,11 @@ def _draw(axes: Axes, schedule: Schedule, times: Times, longest: float) -> None:
     if f"{cost.free_share:.1%}" != f"{cost.share:.1%}":
         title += f", {cost.free_share:.1%} if no rank waits for a tick to end"
     axes.set_title(title, loc="left", fontsize=10)
+
+
+def _luminance(colour: tuple[float, float, float]) -> float:
+    """Return how light a colour is, from 0 to 1, nearly as WCAG 2 defines it."""
+    return sum(weight * part**2.2 for weight, part in zip((0.2126, 0.7152, 0.0722), colour, strict=True))
 
 
 def _tick_labels(all_columns: list[Column], room: float, longest: float) -> dict[float, int]:
