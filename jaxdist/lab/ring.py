@@ -273,7 +273,11 @@ def picture(path: Path, done: Run) -> None:
             _square(panels[device, step], done, device, step)
     for step in range(ranks):
         panels[0, step].set_title(f"step {step}", color=RED)
-    left.suptitle("scores that are computed: queries downwards, keys to the right, coloured by their device")
+    left.suptitle(
+        "scores that are computed: queries downwards, keys to the right, coloured by their device; "
+        "A, B: halves of a visitor's block",
+        fontsize=10,
+    )
     top, bottom = right.subplots(2, 1)
     _steps(top, ranks, zigzag, "zigzag")
     _steps(bottom, ranks, contiguous, "contiguous")
@@ -291,7 +295,7 @@ def _square(axes: Axes, done: Run, device: int, step: int) -> None:
                 _pair(axes, query, key, COLOURS[source])
                 if not block.own:
                     letter = "A" if query >= ranks > key else "B"
-                    axes.text(key + 0.5, query + 0.5, letter, ha="center", va="center", color="white")
+                    axes.text(key + 0.5, query + 0.5, letter, ha="center", va="center")
     axes.set(xlim=(0, 2 * ranks), ylim=(2 * ranks, 0), aspect="equal", xticks=[], yticks=[])
     axes.set_xlabel(f"keys of device {source}", color=COLOURS[source])
 
