@@ -32,7 +32,7 @@ WANTED = np.linspace(-1, 1, 20)
 """The weights that both trainings look for."""
 
 
-class Killed(Exception):
+class ProcessEnds(Exception):
     """The process has ended in the middle of its work."""
 
 
@@ -48,7 +48,7 @@ class Script:
     """Every epoch that was trained, by all processes together."""
 
     def process(self, epochs: int, killed_after: int | None = None) -> Float[np.ndarray, " 20"]:
-        """Start a process, which loads the snapshot and trains; raises `Killed` after the snapshot of that epoch."""
+        """Start a process, which loads the snapshot and trains; it may end after the snapshot of an epoch."""
         weights = np.array(self.snapshot.get("MODEL_STATE", np.zeros(20)))
         momentum = np.zeros(20)
         for epoch in range(self.snapshot.get("EPOCHS_RUN", 0), epochs):
@@ -59,14 +59,14 @@ class Script:
             self.trained.append(epoch)
             self.snapshot = {"MODEL_STATE": weights, "EPOCHS_RUN": epoch + self.saves_next}
             if epoch == killed_after:
-                raise Killed
+                raise ProcessEnds
         return weights
 
     def restarted(self, epochs: int, killed_after: int) -> Float[np.ndarray, " 20"]:
         """Train in two processes, of which the first is killed; returns the weights at the end."""
         try:
             self.process(epochs, killed_after)
-        except Killed:
+        except ProcessEnds:
             return self.process(epochs)
         raise ValueError(f"the script trains {epochs} epochs and cannot be killed after epoch {killed_after}")
 
@@ -101,7 +101,7 @@ def resumed_run(epochs: int, after: int) -> Resumed:
 
     def killed(step: int, state: object, metrics: object) -> None:
         if step == after * STEPS + STEPS // 2:
-            raise Killed
+            raise ProcessEnds
 
     def fit(folder: Path, *callbacks: Callable[..., None]) -> Float[np.ndarray, " n"]:
         how = {"batch_size": BATCH, "steps": epochs * STEPS, "log_every": 1, "checkpoint_every": after * STEPS}
@@ -112,7 +112,7 @@ def resumed_run(epochs: int, after: int) -> Resumed:
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(said), redirect_stderr(said):
         whole, stopped = Path(folder) / "whole", Path(folder) / "killed"
         wanted = fit(whole)
-        with suppress(Killed):
+        with suppress(ProcessEnds):
             fit(stopped, killed)
         found = fit(stopped)
         losses = _losses(stopped)
