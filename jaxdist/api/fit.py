@@ -62,7 +62,9 @@ def fit(
     must return the same in all.
 
     `options` are knobs of train, with an underscore for the dot: `log_every=1` is `--log.every 1`.
-    `fit_options.Options` lists them.
+    `fit_options.Options` lists them. Others of train are not there for a reason: `train.spike` keeps what is usual in
+    the state, and `log.norms` adds to the step, and both state and step are made by `parallelize` before `fit` has
+    them; `data.skip`, and with it `fault.rollbacks`, need an order that `fit` makes, and batches may come in yours.
 
     Raises `ValueError` or `RequestError` for what cannot be run, or is not the run in `run_dir`; `Diverged` where the
     run is not finite any more.

@@ -27,6 +27,7 @@ class Options(TypedDict, total=False):
     profile_steps: str
     fault_hang_seconds: float
     fault_heartbeat_seconds: int
+    fault_compare: int
     data_prefetch: int
     train_max_skipped: int
 

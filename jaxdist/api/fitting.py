@@ -24,6 +24,7 @@ from jaxdist.config import Config, RequestError
 from jaxdist.process.exit_codes import STOPPED
 from jaxdist.request.own_runs import MADE_BY
 from jaxdist.training.console import Screen
+from jaxdist.training.device_copies import DeviceCopies, comparing
 from jaxdist.training.disk_errors import one_sentence
 from jaxdist.training.ending import Ended, reporting_end, reporting_failure, where_it_resumes
 from jaxdist.training.entering import enter_own, lost_step
@@ -116,9 +117,15 @@ class Fitting:
 
     def saving(self, held: Opened) -> SavePolicy:
         """Return when the run is saved, and what is in its checkpoints."""
-        every = self.config.log.every
+        compares = {"check": DeviceCopies(self.trainer.mesh).check} if self.config.fault.compare else {}
         return SavePolicy(
-            self.engine, held.checkpoints, self.config.checkpoint, self.steps, self.facts, log_every=every
+            self.engine,
+            held.checkpoints,
+            self.config.checkpoint,
+            self.steps,
+            self.facts,
+            log_every=self.config.log.every,
+            **compares,
         )
 
     def prepare(self, held: Opened) -> tuple[list[str], bool]:
@@ -156,6 +163,7 @@ class Fitting:
         ahead = Ahead(self.trainer, self.source, held.first)
         self.announce(held, ahead.rows, notes, log.say)
         meter = Meter(self.reporting(ahead.rows), log, held.first)
+        compare = self.config.fault.compare
         runner = Runner(self.trainer, ahead.abstract, held.first, meter.step, job)
         loop = Trainer(
             first=held.first,
@@ -173,7 +181,10 @@ class Fitting:
             check_lock=held.check_lock,
             folder=self.folder,
             job=job,
-            callbacks=[called(meter, call) for call in callbacks],
+            callbacks=[
+                *([comparing(compare, saving, meter)] if compare else []),
+                *(called(meter, call) for call in callbacks),
+            ],
             can_resume=self.source.can_resume,
         )
         with (

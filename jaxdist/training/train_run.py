@@ -19,6 +19,7 @@ from jaxdist.training import rollback
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.console import Screen
 from jaxdist.training.copies import check_named
+from jaxdist.training.device_copies import comparing
 from jaxdist.training.disk_errors import one_sentence
 from jaxdist.training.ending import Ended, reporting_end, where_it_resumes
 from jaxdist.training.forward.balance import REPORTED, CollapseWatch
@@ -38,7 +39,6 @@ from jaxdist.training.rounds import RoundRunner
 from jaxdist.training.run import Run
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.samples import Samples
-from jaxdist.training.save_policy import SavePolicy
 from jaxdist.training.starting import begin, go_on, initial_weights, save_policy_of
 from jaxdist.training.step_runner import StepRunner
 from jaxdist.training.summary import afterwards
@@ -182,18 +182,6 @@ def runner_of(run: Run, first: int, report: Callable[[int, Metrics], None]) -> R
 def validated(run: Run, state: TrainState, enough: Callable[[], bool]) -> Mapping[str, float] | None:
     """Return the figures of the held-out part; None if `enough()`."""
     return run.validate(run.step.whole(state), state.variables, run.config.validation.batches, enough)
-
-
-def comparing(every: int, saving: SavePolicy, meter: Meter) -> Callback:
-    """Return what checks the state as before a save, each so many steps. It raises `Diverged`."""
-
-    def compare(steps: range, state: TrainState, figures: Figures) -> bool:
-        if any(step % every == 0 for step in steps):
-            with meter.paused():
-                saving.check(steps[-1], state)
-        return False
-
-    return compare
 
 
 def sampling(run: Run, samples: Samples, meter: Meter, job: Job) -> Callback:

@@ -12,12 +12,14 @@ import pytest
 
 import jaxdist
 from jaxdist.api import fit_parts
+from jaxdist.api.fit_parts import Runner
 from jaxdist.cluster.heartbeat import COMPILING, STEPPING
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.config import RequestError
 from jaxdist.training.forward.step import Metrics
 from jaxdist.training.meter import Diverged
 from tests.fit.conftest import DATA, SIZE, STEPS, batch_of, fit, lines, losses, same, stop_at, trainer
+from tests.training.test_device_copies import flipped
 from tests.training.test_runs import KEYS
 
 
@@ -186,6 +188,25 @@ def test_an_update_that_is_not_finite_is_not_saved(tmp_path):
     with pytest.raises(Diverged, match=r"holds NaN or infinity after step 6, which is not saved"):
         fit(tmp_path, batch_of, trainer(optimizer=optax.sgd(rate)))
     assert not (tmp_path / "checkpoints" / "6").exists()
+
+
+@pytest.mark.parametrize("compare", [2, 100])
+def test_a_run_ends_before_it_saves_a_bit_that_one_device_has_wrong(tmp_path, monkeypatch, compare):
+    """At the next comparison, or at the next save where that comes first."""
+    take = Runner.take
+
+    def flipping(self, step, state, batch):
+        state = take(self, step, state, batch)
+        if step != 3:
+            return state
+        leaves, tree = jax.tree.flatten(state.params)
+        return state._replace(params=jax.tree.unflatten(tree, [flipped(leaves[0], 1), *leaves[1:]]))
+
+    monkeypatch.setattr(Runner, "take", flipping)
+    of = trainer(mesh="4x1x1", zero=0)
+    with pytest.raises(Diverged, match=f"after step {4 if compare == 2 else 5} the devices hold different copies of"):
+        fit(tmp_path, batch_of, of, checkpoint_every=5, fault_compare=compare)
+    assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
 
 # ---- several processes
