@@ -1,6 +1,7 @@
 """Heartbeats: a small file in which each process keeps reporting what it does; they show stragglers and lost ranks.
 
 heartbeats/PROCESS.json   replaced every few seconds; the file's own time, from one clock for all, says when
+heartbeats/named.txt      a line for each host that the others have named as lost or behind: host, time, reason
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from jaxdist.files import open_no_follow, write_whole
+from jaxdist.output.streams import clock, printable
 from jaxdist.output.units import duration
 from jaxdist.process.exit_codes import OUTCOMES
 
@@ -61,6 +63,10 @@ LONGEST = 4096
 
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
 """A time that a run may have written."""
+
+
+NAMED = "named.txt"
+"""The file of the hosts that were named; the job script of Slurm excludes them from the next start."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,15 @@ def read(folder: Path, only: int | None = None) -> list[Heartbeat]:
             beat = _PARSER.validate_json(file.read(LONGEST))
             beats.append(replace(beat, time=os.fstat(file.fileno()).st_mtime))
     return sorted(beats, key=lambda beat: beat.process)
+
+
+def name_host(folder: Path, beat: Heartbeat, reason: str) -> None:
+    """Add the host of a process to those that were named; errors are ignored, as for a heartbeat."""
+    # One line, and a name that the script can compare: it may come from another host.
+    host = "".join(beat.host.split())
+    line = printable(f"{host} {clock()} {' '.join(reason.split())}"[:LONGEST])
+    with contextlib.suppress(OSError), open_no_follow(folder / NAMED, "a") as file:
+        file.write(f"{line}\n")
 
 
 def waited_for(beats: Sequence[Heartbeat], now: float, stalled: bool = False) -> dict[int, str]:

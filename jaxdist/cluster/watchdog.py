@@ -196,11 +196,9 @@ class Watchdog:
             if beat.process in self._reported or beat.ended is not None or age <= MISSED * beat.every:
                 continue
             self._reported.add(beat.process)
-            faults.say(
-                self.env,
-                f"{beat.name} is lost or cut off at step {self.step}: no heartbeat for {age:.0f} s; "
-                f"when the job ends, {self.goes_on()}",
-            )
+            reason = f"{beat.name} is lost or cut off at step {self.step}: no heartbeat for {age:.0f} s"
+            faults.say(self.env, f"{reason}; when the job ends, {self.goes_on()}")
+            heartbeat.name_host(self._heartbeat.folder, beat, reason)
 
     def _ask_for_stragglers(self) -> list[str]:
         """Return the sentences of `_find_stragglers`, for which one process reads the heartbeats, and tells the others.
@@ -220,9 +218,14 @@ class Watchdog:
         """Return a sentence for each process that the others wait for, from the heartbeats of all."""
         assert self._heartbeat is not None
         beats = heartbeat.read(self._heartbeat.folder)
-        names = {beat.process: beat.name for beat in beats}
+        by_process = {beat.process: beat for beat in beats}
         waited = heartbeat.waited_for(beats, time.time(), stalled=True)
-        return [f"the others wait for {names[process]}: {what}" for process, what in waited.items()]
+        sentences = []
+        for process, what in waited.items():
+            beat = by_process[process]
+            sentences.append(f"the others wait for {beat.name}: {what}")
+            heartbeat.name_host(self._heartbeat.folder, beat, sentences[-1])
+        return sentences
 
     def _in_time(self, look: Callable[[], Sequence[Any]]) -> list[Any]:
         """Return what `look` finds, or nothing where it takes long: the file system may be what hangs."""

@@ -171,7 +171,8 @@ class Opened:
             (folder / f"{number}.json").write_text(json.dumps(asdict(one)))
 
         def opened(path, mode):
-            self.files.append(path.name)
+            if path.suffix == ".json":
+                self.files.append(path.name)
             return before(path, mode)
 
         monkeypatch.setattr(heartbeat, "open_no_follow", opened)
@@ -187,7 +188,11 @@ def test_at_a_hang_one_process_reads_the_heartbeats_and_all_know_who_is_waited_f
     group.may_fail = True
     found = group.run(lambda: opened.dog(kv_store.process())._ask_for_stragglers())
     assert len(opened.files) == MANY
-    assert found == [["the others wait for process 7 on n7: stepping, step 49, for 60 s"]] * MANY
+    sentence = "the others wait for process 7 on n7: stepping, step 49, for 60 s"
+    assert found == [[sentence]] * MANY
+    # Once, for the launcher: the host first, and the reason last.
+    (named,) = (tmp_path / heartbeat.NAMED).read_text().splitlines()
+    assert re.fullmatch(rf"n7 \S+Z {sentence}", named)
     assert max(group.posts.values()) <= 2
     assert max(group.reads.values()) <= 1
 
@@ -205,6 +210,20 @@ def test_where_process_0_does_not_answer_process_1_alone_reads_them(tmp_path, mo
     assert [number for number, sentences in enumerate(found) if sentences] == [1]
 
 
+def test_a_host_that_is_named_is_one_word_of_one_line(tmp_path):
+    """Its name comes from another host, and a shell reads it."""
+    name = lambda host, reason: heartbeat.name_host(tmp_path, replace(beat(3, 5), host=host), reason)
+    name("n 3\nn4", "is\nlost\x1b[2J")
+    name("x" * 9000, "y")
+    first, second = (tmp_path / heartbeat.NAMED).read_text().splitlines()
+    assert re.fullmatch(r"n3n4 \S+Z is lost\\u001b\[2J", first)
+    assert len(second) <= heartbeat.LONGEST
+    (tmp_path / heartbeat.NAMED).unlink()
+    (tmp_path / heartbeat.NAMED).symlink_to(tmp_path / "elsewhere")
+    name("n3", "is lost")
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_process_0_looks_for_all_and_process_1_for_process_0(tmp_path, monkeypatch):
     """No more often than heartbeats come."""
     opened = Opened(tmp_path, monkeypatch)
@@ -215,6 +234,8 @@ def test_process_0_looks_for_all_and_process_1_for_process_0(tmp_path, monkeypat
     second._look_for_lost()
     assert opened.files[MANY:] == ["0.json"]
     assert [first._reported, second._reported] == [{0, 7}, {0}]
+    named = [line.split()[0] for line in (tmp_path / heartbeat.NAMED).read_text().splitlines()]
+    assert named == ["n0", "n7", "n0"]
     assert heartbeat.every(1024) == 32.0
 
 
