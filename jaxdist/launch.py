@@ -18,7 +18,7 @@ from jaxdist.config import Busy, Config, RequestError, nearest
 from jaxdist.config.values import CountOrZero, Devices, FileName, OnHost, OnHostOrZero, PositiveMinutes, Suggested
 from jaxdist.output.units import counted
 from jaxdist.request import Extra, Request, arguments, fitting, run
-from jaxdist.request.checks.devices import check_cpus, check_gpus, check_nodes, fills, tasks_per_node
+from jaxdist.request.checks.devices import check_cpus, check_gpus, check_nodes, fills, idle, tasks_per_node
 from jaxdist.request.knobs import KNOBS, canonical, option
 from jaxdist.request.options import Scan
 from jaxdist.request.pretrained import RUNS
@@ -238,11 +238,16 @@ def words(config: str | None, options: Mapping[str, str]) -> list[str]:
 def slurm(argv: list[str]) -> int:
     """Print the sbatch script of a run, or submit it. Return the exit code."""
     from jaxdist.cluster.slurm import make_logs, submit
+    from jaxdist.cluster.slurm_values import node_counts
 
     job = slurm_launch(argv)
     check_alone("launch")
     script = slurm_script(job)
     text = script.text()
+    fewest, most = node_counts(script.nodes)
+    note = "" if job.program else idle(job.request.config, fewest, most, script.gpus_per_node or script.tasks_per_node)
+    if note:
+        print(f"jaxdist.launch: note: {note}", file=sys.stderr)
     make_logs(script.logs)
     if job.request.extras["submit"]:
         number = submit(text)
@@ -269,6 +274,7 @@ def slurm_launch(argv: list[str]) -> Launch:
         Extra("job_name", "", "Name of the job; empty: that of the run folder."),
         Extra("container", "", "An image for pyxis, or the .toml file of an EDF; its `python` has jaxdist.", FileName),
         Extra("env", "", "Network: alps, infiniband or ethernet; or a file of shell commands.", environment),
+        Extra("spares", 0, "Further nodes of the job, which wait and take the place of a lost one.", CountOrZero),
         Extra("restarts", 3, "Largest number of consecutive restarts without a new checkpoint.", CountOrZero),
         Extra("submit", False, "Submit the script instead of printing it."),
     ]
@@ -309,7 +315,7 @@ def slurm_script(job: Launch) -> Script:
     tasks = tasks_per_node(extras["tasks_per_node"], extras["gpus_per_node"])
     if not job.program:
         check_nodes(config, *node_counts(extras["nodes"]), extras["gpus_per_node"], tasks)
-    check_partition(extras["partition"], extras["nodes"])
+    check_partition(extras["partition"], extras["nodes"], extras["spares"])
     return Script(
         program=job.program.words if job.program else train_words(job.request),
         is_train=job.program is None,
@@ -328,6 +334,7 @@ def slurm_script(job: Launch) -> Script:
         account=extras["account"],
         container=extras["container"],
         environment=extras["env"],
+        spares=extras["spares"],
         restarts=extras["restarts"],
         resume=config.resume,
         rolls_back=job.program is None and config.fault.rollbacks > 0,

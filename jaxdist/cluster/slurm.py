@@ -15,9 +15,20 @@ from pathlib import Path
 
 from jaxdist.cluster.address import NUMBER
 from jaxdist.cluster.local import PATIENCE, PAUSE
-from jaxdist.cluster.slurm_text import BODY, CHOOSE_COORDINATOR, GO_BACK, OWN_SCRIPT, RESUME, TRAIN
+from jaxdist.cluster.slurm_text import (
+    AGAIN,
+    BODY,
+    CHOOSE,
+    CHOOSE_COORDINATOR,
+    GO_BACK,
+    NODES,
+    OWN_SCRIPT,
+    RESUME,
+    TRAIN,
+)
 from jaxdist.cluster.slurm_values import node_counts
 from jaxdist.config import RequestError, nearest
+from jaxdist.output.units import counted
 from jaxdist.process.exit_codes import BUSY, DONE, REFUSED, STOPPED
 from jaxdist.process.stop_signals import GRACE
 
@@ -97,6 +108,8 @@ class Script:
     """Paths besides the run folder that a container must have."""
     environment: str = ""
     """One of `PRESETS`, or a file of shell commands; empty for neither."""
+    spares: int = 0
+    """Nodes that wait, beyond those of the run, to take the place of a lost one."""
     restarts: int = 3
     """How often in a row the job may fail without a new checkpoint."""
     resume: str = "auto"
@@ -124,6 +137,8 @@ class Script:
         values = {
             "run": shlex.quote(operand(self.run_dir)),
             "tasks": str(self.tasks_per_node),
+            "fewest": f"{node_counts(self.nodes)[0]} # nodes on which the run can be",
+            "spares": f"{self.spares} # further nodes, which wait",
             "restarts": f"{self.restarts} # at most so many in a row that bring no new checkpoint",
             "pause": f"{self.pause} # seconds until a run folder that is in use is tried again",
             "patience": f"{self.patience} # seconds for which it is tried again, at most",
@@ -131,10 +146,15 @@ class Script:
             "program": f"({shlex.join([python, *self.program])})",
         }
         kind = TRAIN if self.is_train else OWN_SCRIPT
+        blocks = {
+            "nodes": NODES,
+            "coordinator": CHOOSE_COORDINATOR if self.container else "",
+            "choose": CHOOSE if self.spares else "",
+            "again": AGAIN if self.spares else "",
+        }
         parts = {
             "inherited": " ".join(INHERITED),
             "environment": self._environment(),
-            "coordinator": CHOOSE_COORDINATOR if self.container else "",
             "resume": self._resume() if self.is_train else "",
             "last_words": str(LAST_WORDS),
             "busy": str(BUSY),
@@ -148,7 +168,7 @@ class Script:
         body = BODY
         if self.rolls_back:
             kind = kind._replace(onward=f"{kind.onward} (after spikes, from before them)")
-        for name, text in kind._asdict().items():
+        for name, text in (blocks | kind._asdict()).items():
             body = body.replace("{" + name + "}", text)
         body = re.sub("{(" + names + ")}", lambda match: parts[match[1]], body)
         return "\n".join(
@@ -174,7 +194,7 @@ class Script:
             "chdir": str(self.home),
             "output": log,
             "open-mode": "append",
-            "nodes": self.nodes,
+            "nodes": self._allocated(),
             **self._tasks(),
             "gpus-per-node": str(self.gpus_per_node or ""),
             "cpus-per-task": str(self.cpus_per_task or ""),
@@ -182,7 +202,17 @@ class Script:
             "signal": f"B:USR1@{warning(self.grace)}",
         }
         lines = [f"#SBATCH --{option}={directive(option, value)}" for option, value in options.items() if value]
+        if self.spares:
+            # Otherwise Slurm ends a job that loses a node, and takes the spare ones with it.
+            lines.append("#SBATCH --no-kill")
         return [*lines, "#SBATCH --requeue"]
+
+    def _allocated(self) -> str:
+        """Return the number of nodes of the job, or the range of it, with the spares."""
+        if not self.spares:
+            return self.nodes
+        fewest, most = (count + self.spares for count in node_counts(self.nodes))
+        return str(most) if fewest == most else f"{fewest}-{most}"
 
     def _tasks(self) -> dict[str, str]:
         """Return the option for the tasks on a node."""
@@ -299,8 +329,10 @@ def check_container(image: str) -> None:
         )
 
 
-def check_partition(name: str, nodes: str) -> None:
+def check_partition(name: str, nodes: str, spares: int = 0) -> None:
     """Raise `RequestError` if a job asks for more nodes than its partition has or allows: it would wait forever.
+
+    It asks for `nodes`, and for `spares` further ones.
 
     Without a `name` it is the default partition. Of several names, separated by commas, one with enough nodes suffices.
     If Slurm is not here, or does not say, nothing is refused.
@@ -318,11 +350,12 @@ def check_partition(name: str, nodes: str) -> None:
     most = {row["PartitionName"]: _most_nodes(row) for row in requested}
     fewest, _ = node_counts(nodes)
     known = [count for count in most.values() if count is not None]
-    if not most or len(known) < len(most) or max(known) >= fewest:
+    if not most or len(known) < len(most) or max(known) >= fewest + spares:
         return
     limits = ", ".join(f"{partition} takes {count}" for partition, count in most.items())
+    more = f" with {counted(spares, 'spare')}" if spares else ""
     raise RequestError(
-        f"--nodes {nodes} is more than a job can have: partition {limits}; ask for fewer, or for another"
+        f"--nodes {nodes}{more} is more than a job can have: partition {limits}; ask for fewer, or for another"
     )
 
 

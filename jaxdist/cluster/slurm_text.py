@@ -13,7 +13,7 @@ from jaxdist.cluster.process_env import FIRST_PORT, PORTS
 BODY = r"""
 # Variables of the login shell must not reach the tasks.
 unset {inherited}
-{environment}{coordinator}
+{environment}
 # Slurm sends USR1 before the time limit, to this shell only. scancel passes it on to the tasks, which save and end with
 # {stopped}; srun would answer the signal by killing them. TERM goes to all, when Slurm itself ends or requeues the job.
 asked= ended=
@@ -52,15 +52,16 @@ if [ -f "$state.failures" ] && [ ! -L "$state.failures" ]; then
     read -r failures before < <(head -c 40 "$state.failures")
     if ! is_number "$failures" || ! is_number "$before"; then failures=0 before=$newest; fi
 fi
-{resume}
+old=
+{resume}{nodes}
 # --wait, not --kill-on-bad-exit: that would kill tasks that still save, and hide the exit code behind its signal.
 # The exit code comes through a pipe: a signal interrupts bash's `wait`, which may then lose it.
 exec 3>&1
 start() { # set code to the exit code of the run
-    exec 4< <(
+{coordinator}    exec 4< <(
         trap : TERM
-        srun --ntasks-per-node="$tasks" --export=ALL --kill-on-bad-exit=0 --wait={last_words} "${srun[@]}" \
-            {command} >&3 3>&-
+        srun "${place[@]}" --ntasks-per-node="$tasks" --export=ALL --kill-on-bad-exit=0 --wait={last_words} \
+            "${srun[@]}" {command} >&3 3>&-
         echo $?
     )
     child=$!
@@ -69,42 +70,53 @@ start() { # set code to the exit code of the run
     is_number "$code" || code=1
 }
 
-# {busy}: another run uses the folder, often an earlier start of this job that has not quite ended. That is no failure.
-# The job waits here: requeued, it would have to wait for its nodes again, perhaps for days.
-start
-since=$SECONDS
-if [ "$code" = {busy} ]; then
-    say "the run folder is in use, as the message above says; tried again every $pause s, for $patience s at most"
-fi
-while [ "$code" = {busy} ]; do
-    again=$((SECONDS + pause))
-    while [ "$SECONDS" -lt "$again" ] && [ -z "$asked$ended" ]; do sleep 1; done
-    if [ -n "$asked$ended" ]; then say "asked to stop while the run folder was in use"; exit {busy}; fi
-    if [ "$SECONDS" -ge $((since + patience)) ]; then
-        say "the run folder is still in use: submit it again"
-        exit {busy}
-    fi
+{choose}
+attempt() { # make a start; return where the job may be tried again, and end it otherwise
+    # {busy}: another run uses the folder, often an earlier start of this job that has not quite ended. That is no
+    # failure. The job waits here: requeued, it would have to wait for its nodes again, perhaps for days.
     start
-done
+    since=$SECONDS
+    if [ "$code" = {busy} ]; then
+        say "the run folder is in use, as the message above says; tried again every $pause s, for $patience s at most"
+    fi
+    while [ "$code" = {busy} ]; do
+        again=$((SECONDS + pause))
+        while [ "$SECONDS" -lt "$again" ] && [ -z "$asked$ended" ]; do sleep 1; done
+        if [ -n "$asked$ended" ]; then say "asked to stop while the run folder was in use"; exit {busy}; fi
+        if [ "$SECONDS" -ge $((since + patience)) ]; then
+            say "the run folder is still in use: submit it again"
+            exit {busy}
+        fi
+        start
+    done
 
-if [ "$code" = {done} ]; then say "done"; exit {done}; fi
-if [ -n "$ended" ]; then say "ended by Slurm (exit code $code)"; exit "$code"; fi
+    if [ "$code" = {done} ]; then say "done"; exit {done}; fi
+    if [ -n "$ended" ]; then say "ended by Slurm (exit code $code)"; exit "$code"; fi
 {final}
-look
-if [ "$newest" != "$before" ]; then failures=0; fi
-if [ "$newest" = "$before" ] || [ "$code" != {stopped} ]; then failures=$((failures + 1)); fi
-if [ "$failures" -gt "$restarts" ]; then
-    say "exit code $code; given up: $failures times in a row, without a new checkpoint"
-    exit "$code"
+    look
+    if [ "$newest" != "$before" ]; then failures=0; fi
+    if [ "$newest" = "$before" ] || [ "$code" != {stopped} ]; then failures=$((failures + 1)); fi
+    if [ "$failures" -gt "$restarts" ]; then
+        say "exit code $code; given up: $failures times in a row, without a new checkpoint"
+        exit "$code"
+    fi
+    if ! put "$state.failures" "$failures $newest"; then
+        say "exit code $code; $state.failures, which counts the failures, cannot be written: submit it again"
+        exit "$code"
+    fi
+    note_bad
+}
+attempt
+{again}say "exit code $code; requeued{onward}"
+if scontrol requeue "$SLURM_JOB_ID"; then
+    exclude
+    exit {done}
 fi
-if ! put "$state.failures" "$failures $newest"; then
-    say "exit code $code; $state.failures, which counts the failures, cannot be written: submit it again"
-    exit "$code"
-fi
-say "exit code $code; requeued{onward}"
-scontrol requeue "$SLURM_JOB_ID" && exit {done}
 case $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") in
-PENDING | COMPLETING) exit {done} ;; # Slurm itself has requeued it, as after the loss of a node
+PENDING | COMPLETING) # Slurm itself has requeued it, as after the loss of a node
+    exclude
+    exit {done}
+    ;;
 esac
 say "it cannot be requeued: submit it again"
 exit "$code"
@@ -124,27 +136,120 @@ class Kind(NamedTuple):
 
 TRAIN = Kind(
     command='"${program[@]}" --run-dir="$run" --resume="$resume"',
-    final='if [ "$code" = {refused} ]; then say "the request was refused: that is not tried again"; exit {refused}; fi',
+    final="""\
+    if [ "$code" = {refused} ]; then say "the request was refused: that is not tried again"; exit {refused}; fi""",
     onward=', to continue from $([ "$newest" = 0 ] && echo the beginning || echo "step $newest")',
 )
 
 OWN_SCRIPT = Kind(
     command='--label env PYTHONUNBUFFERED=1 {grace} "${program[@]}"',
     final="""\
-# Codes from 2 are results of the script, except {stopped} and those of signals, from 128.
-if [ "$code" -ge 2 ] && [ "$code" -lt 128 ] && [ "$code" != {stopped} ]; then
-    say "exit code $code: that is not tried again"
-    exit "$code"
-fi""",
+    # Codes from 2 are results of the script, except {stopped} and those of signals, from 128.
+    if [ "$code" -ge 2 ] && [ "$code" -lt 128 ] && [ "$code" != {stopped} ]; then
+        say "exit code $code: that is not tried again"
+        exit "$code"
+    fi""",
     onward='$([ "$newest" = 0 ] || echo "; the newest checkpoint is that of step $newest")',
 )
 
 CHOOSE_COORDINATOR = f"""\
-# The tasks would ask scontrol for the first node, but a container may not have it.
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=${{JAX_COORDINATOR_PORT:-$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))}}
-if [ $((SLURM_JOB_NUM_NODES * tasks)) != 1 ]; then export JAX_COORDINATOR_ADDRESS=$first:$port; fi
+    # The tasks would ask scontrol for the first node, but a container may not have it.
+    local first=${{nodes[0]}} count=${{#nodes[@]}}
+    local port=${{JAX_COORDINATOR_PORT:-$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))}}
+    if [ -z "$first" ]; then
+        first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) count=$SLURM_JOB_NUM_NODES
+    fi
+    if [ $((count * tasks)) != 1 ]; then export JAX_COORDINATOR_ADDRESS=$first:$port; fi
 """
+
+NODES = r"""
+# Nodes that the run itself has named as lost or behind (RUN/heartbeats/named.txt, with the reasons) are excluded from
+# the next start of the job. Only names of nodes that the job has are taken from that file.
+named=$run/heartbeats/named.txt
+lines() { if [ -f "$named" ] && [ ! -L "$named" ]; then wc -l <"$named"; else echo 0; fi; }
+seen=$(lines) bad=" "
+note_bad() { # add the nodes that have been named since the start to bad
+    local host reason node
+    [ "$(lines)" -gt "$seen" ] || return
+    local all=" $(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\n' ' ') "
+    while read -r host _ reason; do
+        for node in "$host" "${host%%.*}"; do
+            case $node in *[!A-Za-z0-9._-]* | "") continue ;; esac
+            case "$all" in *" $node "*) ;; *) continue ;; esac
+            case "$bad" in *" $node "*) ;; *) bad="$bad$node " && say "node $node was named: $reason" ;; esac
+        done
+    done < <(tail -n +$((seen + 1)) "$named" | head -c 65536 | tr -cd '[:print:]\n')
+    seen=$(lines)
+}
+exclude() { # exclude the nodes in bad from the next start, if enough others are left
+    [ "$bad" != " " ] || return
+    local list number have try
+    list=$(squeue --noheader --format=%x --jobs="$SLURM_JOB_ID")
+    case $list in "(null)") list= ;; esac
+    list=$(echo $list $bad | tr ' ' ',')
+    number=$(scontrol show hostnames "$list" | sort -u | wc -l)
+    have=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format=%N | sort -u | wc -l)
+    if [ $((have - number)) -lt $((fewest + spares)) ]; then
+        say "not excluded:$bad- without $number of $have nodes the partition has too few for the job"
+        return
+    fi
+    for try in 1 2 3; do
+        if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$list"; then
+            say "excluded from the next start:$bad(reasons: $named)"
+            return
+        fi
+        sleep 1
+    done
+    say "cannot be excluded from the next start:$bad"
+}
+nodes=() place=()
+"""
+"""How the job learns which nodes to leave out; `fewest`, `spares` and `run` are values of the run."""
+
+CHOOSE = r"""
+# Of the nodes of the job $spares wait. The others run; when one of them is lost, a waiting one takes its place.
+choose() { # set nodes to those that run; fail if fewer than $fewest are left
+    local node state left=()
+    while read -r node state; do
+        case $state in down* | drain* | drng* | fail* | unk* | *'*') continue ;; esac
+        case "$bad" in *" $node "*) continue ;; esac
+        left+=("$node")
+    done < <(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format="%N %t" | awk '!seen[$1]++')
+    [ "${#left[@]}" -ge "$fewest" ] || return
+    nodes=("${left[@]:0:SLURM_JOB_NUM_NODES - spares}")
+    # --overlap: until Slurm has heard of a lost node again, it counts the cores of the step that was there as busy.
+    place=(--overlap "--nodes=${#nodes[@]}" "--ntasks=$((${#nodes[@]} * tasks))")
+    place+=("--nodelist=$(IFS=, && echo "${nodes[*]}")")
+    watch "${left[-1]}"
+}
+watching=
+watch() { # let another node requeue the job when this one is lost, which runs this script: Slurm itself does not
+    if [ -n "$watching" ]; then kill "$watching"; fi
+    srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --output=/dev/null bash -c '
+        trap "" USR1
+        while sleep 10; do
+            case $(sinfo --noheader --nodes="$1" --format=%t) in down*) scontrol requeue "$2" && exit ;; esac
+        done' watch "$SLURMD_NODENAME" "$SLURM_JOB_ID" 2>/dev/null &
+    watching=$!
+}
+if ! choose; then say "fewer than $fewest nodes of the job can be used: submit it again"; exit 1; fi
+say "runs on ${nodes[*]}; $spares of the job's nodes wait to take the place of a lost one"
+"""
+"""How a job with spares chooses the nodes that run."""
+
+AGAIN = r"""
+retry() { # let a waiting node take the place of one that is lost or named; fail where none is, or none waits
+    # A start that was asked to stop, or has failed on nodes that are all well, is requeued as without spares.
+    local was=${nodes[*]}
+    if [ "$code" = {stopped} ] || [ -n "$asked" ] || ! choose || [ "${nodes[*]}" = "$was" ]; then return 1; fi
+    before=$newest
+    # Back to an earlier step only if the start before has not gone back yet; its folder need not be empty now.
+    if ! [ -e "$old" ] || [ "$old" -nt "$state.began" ]; then resume=auto; fi
+    say "exit code $code on $was; started again on ${nodes[*]}{onward}"
+}
+while retry; do attempt; done
+"""
+"""What a job with spares does after a failure, before it is requeued."""
 
 RESUME = {
     "auto": "resume=auto\n",

@@ -10,7 +10,11 @@ RECORD = """#!/bin/bash
 
 PLAYED = {
     "srun": 'env >"$PLAYED/environment"; . "$PLAYED/program"',
-    "scontrol": 'case "$1" in show) echo node7;; requeue) [ ! -e "$PLAYED/refused" ];; esac',
+    "scontrol": """case "$1" in
+        show) cat "$PLAYED/hostnames" 2>/dev/null || echo node7 ;;
+        requeue) [ ! -e "$PLAYED/refused" ] ;;
+    esac""",
+    "sinfo": 'cat "$PLAYED/states"',
     "squeue": 'cat "$PLAYED/refused"',
     "scancel": 'touch "$PLAYED/signalled"',
     "sbatch": 'env >"$PLAYED/environment"; cat >"$PLAYED/script"; . "$PLAYED/program"',

@@ -94,6 +94,33 @@ def test_a_job_that_runs_out_of_time_is_requeued_loses_a_node_and_is_cancelled(c
     same(folder)
 
 
+def test_a_spare_node_takes_the_place_of_a_killed_one(cluster, network, words, tmp_path, same):
+    """In the same job, which waits in no queue: 3 nodes of its 4 run. None of its steps differs from one process's."""
+    folder = tmp_path / "run"
+    try:
+        number, log = submitted(cluster, *words("--mesh=-1x1x1", *LONG), "--nodes=3", "--spares=1", "--time=60")
+        said = lambda: log.read_text(errors="replace") if log.exists() else ""
+        until = lambda true: cluster.until(true, PATIENCE, lambda: f"{said()}\n{cluster.job(number)}")
+        until(lambda: saved(folder) >= 5)
+        network.cut("n1")
+        until(lambda: "started again on " in said())
+        newest = saved(folder)
+        assert f"on n0 n1 n2; started again on n0 n2 n3, to continue from step {newest}" in said()
+        until(lambda: step_of(folder) >= newest + 10)
+        assert f"from the checkpoint of step {newest}" in said()
+        assert said().count("3 x cpu") == 2
+        job = cluster.job(number)
+        assert (job["JobState"], job["Restarts"]) == ("RUNNING", "0")
+        cluster.run("scancel", number)
+        cluster.wait(number, "CANCELLED", PATIENCE)
+        until(lambda: f"stopped by SIGTERM: step {saved(folder)} is saved" in said())
+    finally:
+        network.join("n1")
+        cluster.run("scontrol", "reconfigure")
+        cluster.until(lambda: cluster.nodes("idle") == 4, 60, "nodes to come back")
+    same(folder)
+
+
 @pytest.mark.exhaustive
 def test_a_sweep_whose_jobs_share_a_node(cluster, words, tmp_path):
     """`scripts/sweep.sbatch`, two rates of it, each of two processes: they do not meet those of the other."""
@@ -120,6 +147,7 @@ def test_a_sweep_whose_jobs_share_a_node(cluster, words, tmp_path):
     [
         ("--nodes=4",),
         ("--nodes=2-4", "--mesh=-1x1x1", "--job-name=a b; rm x"),
+        ("--nodes=2-3", "--mesh=auto", "--spares=1"),
         ("--nodes=2", "--gpus-per-node=4", "--mesh=8x1x1", "--time=1-00:00:00"),
         ("--nodes=2", "--gpus-per-node=4", "--mesh=8x1x1", "--tasks-per-node=1", "--env=alps", "--cpus-per-task=2"),
     ],

@@ -100,6 +100,24 @@ def test_it_is_printed_and_its_log_has_a_folder(played, capsys):
     assert "gpus" not in script
 
 
+def test_devices_that_some_number_of_nodes_leaves_idle_are_told_of(played, capsys):
+    """The script alone is on standard output, from where sbatch reads it."""
+    assert launch.main(["slurm", "--time=9", "--nodes=2-4", "--mesh=-1x1x1"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("#!/bin/bash")
+    assert "not all devices have work on each number of nodes (2 of 3 on 3): train.global_batch_size 16" in shown.err
+    options = ["--train.global-batch-size=24", "--train.accumulation=2"]
+    assert launch.main(["slurm", "--time=9", "--nodes=2-4", "--mesh=-1x1x1", *options]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_spares_are_nodes_of_the_job(played, capsys):
+    script = told("--nodes=2-3", "--spares=1", "--time=9", "--mesh=auto", capsys=capsys)
+    assert "#SBATCH --nodes=3-4\n" in script
+    assert "\nfewest=2 " in script
+    assert "\nspares=1 " in script
+
+
 def test_a_script_of_ones_own(played, capsys):
     Path("my train.py").write_text("import absent")
     asked = ["--nodes=2", "--gpus-per-node=4", "--time=9", "--", "my train.py", "--mesh", "3x1x1"]

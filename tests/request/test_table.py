@@ -104,7 +104,7 @@ LEGAL = {
         "model.positions",
         *("model.mlp", "optimizer.final", "optimizer.weight_decay", "optimizer.clip", "train.seed"),
         *("validation.every", "validation.batches", "checkpoint.every", "checkpoint.keep_every"),
-        *("temperature", "top_k", "seed", "train.local_steps", "restarts", "warmup", "rows"),
+        *("temperature", "top_k", "seed", "train.local_steps", "restarts", "spares", "warmup", "rows"),
         *("price", "deadline", "train.spike", "train.max_raised", "fault.compare", "fault.rollbacks"),
     ),
     "empty": (

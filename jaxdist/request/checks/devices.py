@@ -31,6 +31,22 @@ def check_nodes(config: Config, fewest: int, most: int, gpus: int, tasks: int) -
         check_cpus(config, most * tasks, f"{counted(most, 'node')} with {counted(tasks, 'process')} each")
 
 
+def idle(config: Config, fewest: int, most: int, each: int) -> str:
+    """Return a sentence if the run leaves devices idle on some of `fewest` to `most` nodes with `each` devices.
+
+    The global batch is the same on all of them, so that it, or its micro-batches, may not divide by all devices.
+    """
+    used = {nodes: fitting(config, nodes * each) for nodes in range(fewest, most + 1)}
+    rows = [f"{count} of {nodes * each} on {nodes}" for nodes, count in used.items() if count < nodes * each]
+    if not rows:
+        return ""
+    train = config.train
+    return (
+        f"not all devices have work on each number of nodes ({', '.join(rows[:3])}): train.global_batch_size "
+        f"{train.global_batch_size} in {counted(train.accumulation, 'micro-batch')} does not divide by all of them"
+    )
+
+
 def check_gpus(config: Config, fewest: int, most: int, where: str) -> None:
     """Raise `RequestError` if the mesh, or a size of the run, does not fit the GPUs that `where` describes."""
     if most > MOST_DEVICES:
