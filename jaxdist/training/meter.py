@@ -115,6 +115,8 @@ class Meter:
         """The figures of that step, where no line has them."""
         self.share_kept: Callable[[], float | None] = lambda: None
         """Returns the goodput so far, which only a line of the log has; None where it is not known."""
+        self._last_end = 0.0
+        """When the last step that has ended was seen to have."""
         self.restart()
 
     def catch_up(self) -> None:
@@ -152,7 +154,7 @@ class Meter:
             return
         newest = self.unread[-1]
         jax.block_until_ready(newest.metrics.loss)
-        newest.ended = time.perf_counter()
+        newest.ended = self._last_end = time.perf_counter()
         newest.data_seconds = self.data_seconds
         self._compare_memory()
         self.log.progress(newest.steps[-1], self._shown)
@@ -236,8 +238,11 @@ class Meter:
         self.started += time.perf_counter() - started
 
     def restart(self) -> None:
-        """Begin to measure for the next line of the log."""
-        self.started = time.perf_counter()
+        """Begin to measure for the first line of the log."""
+        self._measure_from(time.perf_counter())
+
+    def _measure_from(self, began: float) -> None:
+        self.started = began
         self.count = 0
         self.data_seconds = 0.0
 
@@ -245,7 +250,8 @@ class Meter:
         share = self.share_kept()
         self.log.metrics(values if share is None else values | {"goodput": share})
         self._unwritten = None
-        self.restart()
+        # Not from now on: the devices are in the next step, and what it takes to write a line is time of the run.
+        self._measure_from(self._last_end)
 
     def _compare_memory(self) -> None:
         """Log the measured peak beside the prediction, once, after the first step."""

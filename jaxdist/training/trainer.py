@@ -113,8 +113,8 @@ class Trainer:
         state = self.start()
         if leader():
             self.meter.share_kept = lambda: self.goodput().share
-        self.meter.restart()
         self.compile()
+        self.meter.restart()
         if self.validation_overdue():
             self.validate(self.first, state)
 
