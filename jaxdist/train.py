@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
@@ -32,6 +33,7 @@ EXTRAS = [
 
 def main(argv: list[str] | None = None) -> int:
     """Train, or do what --dry-run or --verify asks for instead. Return the exit code."""
+    began = time.time()
     request = arguments(argv, "train", DESCRIPTION, extras=EXTRAS)
     # The address may be a secret: nothing of the run has it, and nothing of it is saved.
     fault = request.config.fault
@@ -59,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from jaxdist.cluster.job import Job
 
-    with Job(place, config, enough=Enough(config)) as job:
+    with Job(place, config, enough=Enough(config), began=began) as job:
         from jaxdist.cluster import faults, xla_options
         from jaxdist.cluster.consensus import leader_first
         from jaxdist.training.notice import giving_notice

@@ -74,7 +74,7 @@ class Spent:
     """How the wall time of one start of a run divides, in seconds."""
 
     began: Seconds
-    """When the process began, in seconds since 1970."""
+    """When the run began, before it imported JAX, in seconds since 1970."""
     seconds: dict[str, Seconds] = field(default_factory=dict)
     """By phase."""
     first: int | None = None

@@ -27,8 +27,10 @@ class Job:
     It joins the other processes, if there are any. With one process it handles signals and runs the watchdog.
     """
 
-    def __init__(self, env: ProcessEnv, config: Config, enough: DeviceUse = USE_ALL):
+    def __init__(self, env: ProcessEnv, config: Config, enough: DeviceUse = USE_ALL, began: float | None = None):
         """Prepare to join; `enough(devices)` is how many of all devices the run can use.
+
+        `began` is when the run began, in seconds since 1970, if not now: JAX takes seconds to import.
 
         A process none of whose devices are used ends at the rendezvous, and the others go on without it.
         """
@@ -36,7 +38,7 @@ class Job:
         self._fault = config.fault
         self._enough = enough
         self._mesh = config.mesh
-        self.watchdog = Watchdog(env, config.fault.hang_seconds)
+        self.watchdog = Watchdog(env, config.fault.hang_seconds, began)
         self.stop = Stop(env, config.checkpoint.grace_seconds, self.watchdog.where)
         self.note = self.watchdog.note
         self.watchdog.goes_on = self._where_it_resumes

@@ -12,13 +12,15 @@ MOST_SAVES = 8
 
 
 class PhaseClock:
-    """Adds up the time of each phase, from when it is made. `note` is called at each change."""
+    """Adds up the time of each phase. `note` is called at each change."""
 
-    def __init__(self) -> None:
-        self.spent = Spent(time.time())
+    def __init__(self, began: float | None = None) -> None:
+        """`began` is when the first phase began, in seconds since 1970, if not now."""
+        now = time.time()
+        self.spent = Spent(now if began is None else began)
         """The phases that are over."""
         self._phase = STARTING
-        self._since = time.monotonic()
+        self._since = time.monotonic() - (now - self.spent.began)
 
     def note(self, phase: str, step: int) -> None:
         """Note that `phase` begins, in `step`; before a save, that is the last step that was taken."""

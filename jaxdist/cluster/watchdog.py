@@ -53,12 +53,13 @@ JAX counts a process as lost after `fault.heartbeat_seconds`, and then ends all 
 class Watchdog:
     """Watch one process of a run; a context manager. `seconds` is `fault.hang_seconds`, where 0 means a default."""
 
-    def __init__(self, env: ProcessEnv, seconds: float):
+    def __init__(self, env: ProcessEnv, seconds: float, began: float | None = None):
+        """`began` is when the run began, in seconds since 1970, if not now."""
         self.env = env
         self.seconds = seconds
         self.goes_on: Callable[[], str] = faults.start_again
         """Returns a clause that says where the run resumes after the job has ended."""
-        self.clock = PhaseClock()
+        self.clock = PhaseClock(began)
         """How the time of this process divides into phases."""
         self._phase = STARTING
         self.step = 0

@@ -191,3 +191,12 @@ def test_the_clock_adds_up_phases_and_remembers_saves(monkeypatch):
         clock.note(STEPPING, step)
         clock.note(SAVING, step)
     assert list(clock.read().saves) == list(range(12, 20))
+
+
+def test_the_clock_may_be_made_after_the_run_has_begun(monkeypatch):
+    """JAX is imported before."""
+    clock_of = SimpleNamespace(time=lambda: BEGAN + 7.0, monotonic=lambda: 100.0)
+    monkeypatch.setattr(phase_clock, "time", clock_of)
+    spent = PhaseClock(BEGAN).read()
+    assert (spent.began, spent.seconds) == (BEGAN, {STARTING: 7.0})
+    assert PhaseClock().read().seconds == {STARTING: 0.0}
