@@ -12,11 +12,13 @@ interrupted `FAULTS` times, by one of
 
 and started again. Then it must have each step once, with the figures of a run that nothing has befallen, to the bit,
 the same parameters, and checkpoints that are whole; a damaged one must have been named. The total time of the goodput
-must agree to 1 % with the time from the beginning of the first start to the last heartbeat. The script also prints by
-how much the time of kept steps differs from the sum of `step_seconds` in metrics.jsonl, and does not judge that.
+must agree to 1 % with the time from when process 0 first begins to train, its imports done, to the end of the last
+process, and its time of kept steps, to 1 % of all, with the steps of metrics.jsonl: the sum of their `step_seconds`
+without `data_seconds`.
 
-Two things are quicker than in a real run, so that minutes suffice: heartbeats come every 0.25 s and not every 5 s,
-because what a killed process has done since its last one is not known, and processes count as lost after 10 s.
+Two things are quicker than in a real run, so that minutes suffice: heartbeats come every 0.5 s and not every 5 s,
+because what a killed process has done since its last one is not known, and processes count as lost after 60 s,
+so that a busy machine loses none.
 """
 
 from __future__ import annotations
@@ -56,17 +58,21 @@ TIMES = {"time", "step_seconds", "data_seconds", "tokens_per_second", "mfu", "me
 OPTIONS = over(
     SMALL,
     f"--train.steps={STEPS}", "--checkpoint.every=8", "--validation.every=40", "--model.layers=1", "--mesh=2x1x1",
-    "--parallel.zero=1", "--fault.heartbeat-seconds=10",
+    "--parallel.zero=1", "--fault.heartbeat-seconds=60",
 )  # fmt: skip
 
 PATCH = """
 from jaxdist.cluster import heartbeat
-heartbeat.LEAST_INTERVAL = 0.25
-take = Trainer.step
-def slowly(self, step, *more):
+heartbeat.LEAST_INTERVAL = 0.5
+from jaxdist.training.step_runner import StepRunner
+take = StepRunner.take
+def slowly(self, *arguments):
     time.sleep(0.1)
-    return take(self, step, *more)
-Trainer.step = slowly
+    return take(self, *arguments)
+StepRunner.take = slowly
+began = pathlib.Path(os.environ["SOAK_BEGAN"])
+if me == 0 and not began.exists():
+    began.write_text(str(time.time()))
 """
 
 
@@ -98,23 +104,28 @@ class Round:
         self.damaged: list[Path] = []
         """Files in which a bit was flipped."""
         self.said = ""
+        self.seconds = 0.0
+        """From when process 0 first began to train, to the end of the last process."""
 
     def run(self) -> None:
         """Let it be interrupted, and come to its end."""
+        began = self.folder.with_name("began")
+        os.environ["SOAK_BEGAN"] = str(began)
         for number in range(FAULTS):
             with job(train(self.words, PROCESSES, PATCH)) as running:
                 # Each start comes further than the last one, and saves.
                 target = (number + 1) * STEPS // (FAULTS + 2) + self.rng.randrange(STEPS // (FAULTS + 2))
-                until(lambda: step_of(self.folder) >= target and saved(self.folder), running)  # noqa: B023
+                until(lambda: step_of(self.folder) >= target and saved(self.folder), running, 900)  # noqa: B023
                 time.sleep(self.rng.random())
                 kind = self.rng.choice(self.kinds)
                 self.happened[kind] += 1
                 getattr(self, f"_{kind}")(running)
                 self.said += told(running)
         with job(train(self.words, PROCESSES, PATCH)) as running:
-            codes = ends(running, 300)
+            codes = ends(running, 900)
             self.said += told(running)
             assert codes == [0] * PROCESSES, self.said
+        self.seconds = time.time() - float(began.read_text())
 
     def _kill(self, running: list[Process]) -> None:
         self._lose(running, signal.SIGKILL)
@@ -126,7 +137,7 @@ class Round:
         lost = self.rng.choice(running)
         lost.send_signal(how)
         others = [process for process in running if process is not lost]
-        codes = ends(others, 60)
+        codes = ends(others, 180)
         assert 0 not in codes, told(running)
         lost.kill()
         lost.wait()
@@ -174,11 +185,10 @@ class Round:
             assert f"checkpoints/{step} is damaged and skipped: " in self.said, (str(file), self.said)
         starts = starts_of(RunFolder(self.folder))
         found = goodput(starts)
-        kept = sum(line["step_seconds"] for line in metrics(self.folder) if "loss" in line)
-        total = starts[-1].heard - starts[0].spent.began
+        told = [line["step_seconds"] - line["data_seconds"] for line in metrics(self.folder) if "loss" in line]
         assert found.starts == FAULTS + 1, (found, self.said)
         self.goodput = str(found)
-        return abs(found.total - total) / total, abs(found.kept - kept) / total
+        return abs(found.total - self.seconds) / self.seconds, abs(found.kept - sum(told)) / self.seconds
 
 
 def main(words: list[str]) -> int:
@@ -199,8 +209,9 @@ def main(words: list[str]) -> int:
         text = base / "text.txt"
         text.write_text("".join(path.read_text() for path in sorted(Path("jaxdist/cluster").glob("*.py"))))
         options = [*OPTIONS, f"--data.path={text}"]
+        os.environ["SOAK_BEGAN"] = str(base / "began")
         with job(train([*options, f"--run-dir={base / 'straight'}"], PROCESSES, PATCH)) as running:
-            assert ends(running, 600) == [0] * PROCESSES, told(running)
+            assert ends(running, 900) == [0] * PROCESSES, told(running)
         disk = stack.enter_context(small_disk(base / "disk")) if "full" in kinds else base
         end = time.monotonic() + 60 * minutes
         number, happened, worst = 0, Counter(), (0.0, 0.0)
@@ -217,8 +228,7 @@ def main(words: list[str]) -> int:
             number += 1
     result = {"seed": seed, "rounds": number, "faults": dict(happened), "total off by": worst[0], "kept": worst[1]}
     print(json.dumps(result))
-    # By how much the kept steps differ is told and not judged: the two clocks are not known to measure the same.
-    return int(worst[0] > 0.01)
+    return int(max(worst) > 0.01)
 
 
 if __name__ == "__main__":
