@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from jaxdist.training import task, trainer
 from jaxdist.training.checkpoint.orbax_writer import OrbaxWriter
@@ -26,6 +27,12 @@ def die_at(moment: str, step: int, delay: float) -> None:
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
             if name == "seal":
                 time.sleep(delay + 60)
+
+    at_moments(then)
+
+
+def at_moments(then: Callable[[str, int], None]) -> None:
+    """Call `then` with each moment and its step from now on."""
 
     def before(owner: type, method: str, name: str, number=lambda *arguments: arguments[0]) -> None:
         old = getattr(owner, method)
