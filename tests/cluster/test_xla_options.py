@@ -268,6 +268,7 @@ def test_processes_keep_programs_together_or_not_at_all(wrong, tmp_path):
     assert list(good.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_second_run_on_a_cpu_reads_the_programs_of_the_first(tmp_path):
     """What a killed process has left of one is no reason to fail, and the numbers are the same."""
     text = tmp_path / "text.txt"
