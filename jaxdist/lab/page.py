@@ -145,7 +145,7 @@ def _card(report: Report, check: Check | None, shown: dict[str, str]) -> str:
     claim = report.claim
     rows = [("expected", escape(claim.wanted)), (claim.label, f'<span class="figure">{escape(report.value)}</span>')]
     if claim.corrects:
-        rows.append(("Correction", f"Correction: {escape(claim.notes)}."))
+        rows.append(("notes", f"Correction: {escape(claim.notes)}."))
     elif claim.notes:
         rows.append(("notes", escape(claim.notes)))
     rows.append(("command", f"<code>{escape(claim.command)}</code>"))
