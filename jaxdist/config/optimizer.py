@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxdist.config.values import CountOrZero, FractionFloat32, NonNegativeFloat32, PositiveFloat32, Section, Suggested
 from jaxdist.optimizers import rates
-from jaxdist.optimizers.rule import Role, UpdateRule
+from jaxdist.optimizers.rule import UpdateRule
 from jaxdist.optimizers.schedules import SCHEDULES
 from jaxdist.optimizers.table import UPDATE_RULES
 
@@ -31,9 +31,6 @@ def _rates(text: str) -> str:
 
 Rates = Annotated[str, AfterValidator(_rates), Suggested(f"{word}=" for word in rates.GROUPS)]
 """Factors by name: `rates.parse` reads it."""
-
-MOMENT_BYTES = {"float32": 4, "bfloat16": 2}
-"""The bytes of a number of a moment."""
 
 
 class OptimizerConfig(Section):
@@ -72,10 +69,6 @@ class OptimizerConfig(Section):
     def rule(self) -> UpdateRule:
         """The row of the update rule."""
         return UPDATE_RULES[self.name]
-
-    def moment_bytes(self, role: Role) -> int:
-        """Return the bytes of the moments of each number of a parameter."""
-        return MOMENT_BYTES[self.moments] * self.rule.moments_of(role)
 
     @property
     def open_ended(self) -> bool:

@@ -35,7 +35,7 @@ from jaxdist.config.stacks import stacks_of
 from jaxdist.mesh.split import Split, compute_width
 from jaxdist.models.foreign import Foreign
 from jaxdist.parallel.crossing import with_replicas
-from jaxdist.planning import pipeline_memory, step_bytes
+from jaxdist.planning import optimizer_state, pipeline_memory, step_bytes
 from jaxdist.planning.activations import saved_per_token, working
 from jaxdist.planning.frozen import made_of_codes
 from jaxdist.planning.memory_habits import UPDATED, Arrays, as_held
@@ -217,16 +217,16 @@ def held(config: Config, parameters: list[Placed], zero: Count, pipelined: Count
 
     Their elements, ZeRO's stage and whether there is a pipeline may be arrays.
     """
-    each = [(p.held, widths(config, p)) for p in parameters]
+    each = [bytes_at_rest(config, p) for p in parameters]
     learned = [p for p in parameters if p.trained]
     crossing = sum(_crossing(p) for p in learned)
     beside = with_replicas(config).at_rest(crossing, sum(p.held for p in learned), _masters_on_host(config))
     # A frozen parameter has no copy that is kept: it is cast anew in each step.
     kept = learned if config.numbers.keeps_copy else []
     return Memory(
-        parameters=sum(count * width.parameters for count, width in each),
-        optimizer=sum(count * width.optimizer for count, width in each),
-        host=sum(count * width.host for count, width in each) + beside.host,
+        parameters=sum(one.parameters for one in each),
+        optimizer=sum(one.optimizer for one in each),
+        host=sum(one.host for one in each) + beside.host,
         copy=sum(step_bytes.copy(zero, p.width(config), p.rest, p.use, pipelined) for p in kept),
         errors=beside.errors,
         in_flight=beside.in_flight,
@@ -234,11 +234,11 @@ def held(config: Config, parameters: list[Placed], zero: Count, pipelined: Count
     )
 
 
-def _host_traffic(config: Config, parameters: list[Placed]) -> int:
+def _host_traffic(config: Config, parameters: list[Placed]) -> Count:
     """Return the bytes of offloaded state that a step reads and writes; an outer step is another program."""
     if config.parallel.offload == "none":
         return 0
-    return sum(widths(config, p).host * p.held for p in parameters)
+    return sum(bytes_at_rest(config, p).host for p in parameters)
 
 
 def _batch_of_tokens(split: Split) -> int:
@@ -262,36 +262,37 @@ def _update(sharded: ShardedModel, held: Memory) -> int:
     parameters = sharded.parameters
     # The update comes when everything but the gradients is gone. By theory the state of all parameters is there.
     at_once = as_held(Arrays(UPDATED, len(parameters), F32), sharded.layout).count
-    offloaded = sorted(widths(config, p).host * p.held for p in parameters)
+    offloaded = sorted(bytes_at_rest(config, p).host for p in parameters)
     needed = sum(offloaded[-at_once:])
     free = held.weights + held.activations + held.working
     free += max(0, held.gradients - sum(F32 * p.rest for p in parameters if p.trained))
     return max(0, needed - free)
 
 
-class Widths(NamedTuple):
-    """Bytes of each parameter at rest."""
+class AtRest(NamedTuple):
+    """Bytes of a parameter at rest."""
 
-    parameters: int
-    optimizer: int
-    host: int
+    parameters: Count
+    optimizer: Count
+    host: Count
     """Bytes of either that `parallel.offload` moves to host memory."""
 
 
-def widths(config: Config, p: Placed) -> Widths:
-    """Return the bytes of each number of a parameter at rest: in f32, with precision mixed that of its master.
+def bytes_at_rest(config: Config, p: Placed) -> AtRest:
+    """Return the bytes of a parameter at rest: in f32, with precision mixed those of its master.
 
-    One without a gradient has no moments. A frozen one has nothing beside itself.
+    A frozen one has nothing beside itself.
     """
     if not p.trained:
-        return Widths(parameters=p.stored, optimizer=0, host=0)
-    moments = config.optimizer.moment_bytes(p.place.role)
+        return AtRest(parameters=p.stored * p.held, optimizer=0, host=0)
+    master = F32 * p.held
+    optimizer = optimizer_state.bytes_of(config.optimizer, p)
     if config.parallel.offload == "none":
-        return Widths(parameters=4, optimizer=moments, host=0)
+        return AtRest(parameters=master, optimizer=optimizer, host=0)
     if _masters_on_host(config):
         # The device keeps the copy in the compute dtype.
-        return Widths(parameters=0, optimizer=0, host=4 + moments)
-    return Widths(parameters=4, optimizer=0, host=moments)
+        return AtRest(parameters=0, optimizer=0, host=master + optimizer)
+    return AtRest(parameters=master, optimizer=0, host=optimizer)
 
 
 def _masters_on_host(config: Config) -> bool:

@@ -46,6 +46,8 @@ class Placed:
     """Whether it has its own dtype in any compute dtype: f32, or that of codes."""
     stored: Count = F32
     """Bytes of each of its numbers between steps."""
+    part: tuple[int, ...] = ()
+    """The shape of what a device holds between steps; () where it stands for parameters of several shapes."""
 
     @property
     def elements(self) -> int:
@@ -150,6 +152,7 @@ def lay_out(
                 forward_only=name in forward_only,
                 exact=name in exact,
                 stored=leaf.dtype.itemsize,
+                part=layout.shard_shape(leaf.shape, place.held),
             )
         )
     return found

@@ -43,7 +43,7 @@ def dealt(p: Placed, layout: Layout) -> Dealt:
     role = p.place.role
     assert role.matrices is not None
     first = role.stacked + role.matrices.experts
-    part = layout.shard_shape(p.shape, p.place.held)
+    part = p.part
     axes = [axes_of(split) for split in p.place.held.partitions[first:]]
     splits = [split for split in axes if layout.size(*split) > 1]
     ways = math.prod(layout.size(*split) for split in splits)
