@@ -54,8 +54,8 @@ class OptimizerConfig(Section):
     """Decay of the first moment; for sgd the momentum."""
     beta2: FractionFloat32 = 0.95
     """Decay of the second moment; not used by sgd."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the moments between steps; bfloat16 is rounded stochastically."""
+    moments: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Dtype of the moments between steps; others are rounded stochastically, int8 in blocks of 256 with a scale."""
     weight_decay: NonNegativeFloat32 = 0.1
     """Decoupled weight decay of matrices; scales and biases do not decay."""
     clip: NonNegativeFloat32 = 1.0

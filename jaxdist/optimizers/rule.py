@@ -118,6 +118,8 @@ class UpdateRule:
     """Whole numbers that it keeps: its counts of updates, that of the learning-rate schedule among them."""
     betas: tuple[str, ...]
     """The knobs by which its moments decay."""
+    squares: tuple[str, ...] = ()
+    """Those of its moments that are means of squares."""
     matrices: OfMatrices | None = None
     """What it does otherwise with the matrices of layers; None: an update of a number needs that number alone."""
 

@@ -34,12 +34,13 @@ def _sgd(config: Knobs, rate: optax.Schedule, roles: Roles) -> optax.GradientTra
 
 
 UPDATE_RULES = {
-    "adamw": UpdateRule(_adamw, moments=("mu", "nu"), counters=2, betas=("beta1", "beta2")),
+    "adamw": UpdateRule(_adamw, moments=("mu", "nu"), squares=("nu",), counters=2, betas=("beta1", "beta2")),
     "lion": UpdateRule(_lion, moments=("mu",), counters=2, betas=("beta1", "beta2")),
     "sgd": UpdateRule(_sgd, moments=("trace",), counters=1, betas=("beta1",)),
     "muon": UpdateRule(
         muon,
         moments=("mu", "nu"),
+        squares=("nu",),
         counters=2,
         betas=("beta1", "beta2"),
         matrices=OfMatrices(moments=("mu",), flops=newton_schulz_flops),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from jaxdist.config import OptimizerConfig
-from jaxdist.planning.parameter_layout import Placed
-from jaxdist.planning.predicted_collectives import Count
+from collections.abc import Iterable
 
-WIDTHS = {"float32": 4, "bfloat16": 2}
+from jaxdist.config import OptimizerConfig
+from jaxdist.optimizers.blocks import BLOCK, blocks, cut_by, has_blocks
+from jaxdist.planning.parameter_layout import Placed
+from jaxdist.planning.predicted_collectives import F32, Count
+
+WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1}
 """The bytes of a number of a moment, by `optimizer.moments`."""
 
 
@@ -15,4 +18,33 @@ def bytes_of(config: OptimizerConfig, p: Placed) -> Count:
 
     One without a gradient has nothing.
     """
-    return WIDTHS[config.moments] * config.rule.moments_of(p.place.role) * p.held
+    moments = config.rule.moments_of(p.place.role)
+    if config.moments == "int8":
+        return moments * _in_blocks(p)
+    return moments * WIDTHS[config.moments] * p.held
+
+
+def _in_blocks(p: Placed) -> Count:
+    """Return the bytes of a moment in blocks: a code for each number, and a scale in f32 for each block."""
+    if not p.shape:
+        # It stands for parameters of several shapes, nearly all of them in large matrices.
+        return p.held * (WIDTHS["int8"] + F32 / BLOCK)
+    last = p.shape[-1]
+    if not has_blocks(p.place.role, last):
+        return F32 * p.held
+    return WIDTHS["int8"] * p.held + F32 * (p.held * blocks(last) // last)
+
+
+def cut_blocks(config: OptimizerConfig, parameters: Iterable[Placed]) -> str:
+    """Return why a mesh cannot hold moments in blocks: it would cut some; empty where it cuts none."""
+    if config.moments != "int8":
+        return ""
+    for p in parameters:
+        role = p.place.role
+        if role.differentiated and has_blocks(role, p.shape[-1]) and cut_by(p.shape[-1], p.part[-1]):
+            return (
+                f"optimizer.moments int8 has blocks of {BLOCK} numbers along the last dim of a parameter, and this "
+                f"mesh splits the {p.shape[-1]} of {p.name} into parts of {p.part[-1]}; choose a mesh, or a "
+                f"parallel.zero, whose parts are multiples of {BLOCK}, or set optimizer.moments to bfloat16"
+            )
+    return ""

@@ -24,7 +24,7 @@ from jaxdist.models.foreign import Foreign
 from jaxdist.optimizers import rates
 from jaxdist.parallel.crossing import Crossing, Delayed, Outer, crossing_of
 from jaxdist.parallel.placement import differentiated
-from jaxdist.planning import communication, memory
+from jaxdist.planning import communication, memory, optimizer_state
 from jaxdist.planning.hardware import Gpu
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.process.gpu_memory import gpu_share
@@ -113,7 +113,11 @@ class Run:
             self.task = kind(split, self.model, self.mesh, self.layout)
         # Last, because it needs the shapes of the parameters.
         moved = [p.name for p in self.sharded.parameters if p.place.role.differentiated]
-        problem = communication.compression_that_costs(self.sharded) or rates.problem_of(config.optimizer.rates, moved)
+        problem = (
+            communication.compression_that_costs(self.sharded)
+            or optimizer_state.cut_blocks(config.optimizer, self.sharded.parameters)
+            or rates.problem_of(config.optimizer.rates, moved)
+        )
         if problem:
             raise RequestError(problem)
 

@@ -1,5 +1,7 @@
 """Which requests go on with a run, which are refused and by which names: those that somebody has asked for."""
 
+import shutil
+
 import pytest
 
 from jaxdist import train
@@ -9,7 +11,8 @@ from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.entering import enter
 from jaxdist.training.resume_check import differing, lengthened
 from jaxdist.training.run_dir import STEP_DIRS, RunFolder
-from tests.training.curves import lines
+from tests.tiers import exhaustive
+from tests.training.curves import close, lines
 from tests.training.test_step_dir import put
 
 
@@ -111,15 +114,22 @@ def rates(folder):
 
 
 @pytest.mark.slow
-def test_a_longer_run_goes_on_and_is_the_run_that_was_long_from_the_start(run, capsys):
-    """Up to the rounding of nothing: its learning rate is the same in each step, and so are its losses."""
+@pytest.mark.parametrize(
+    ("name", "moments"), [("muon", "int8"), *exhaustive([("adamw", "bfloat16"), ("adafactor", "float32")])]
+)
+def test_a_longer_run_goes_on_and_is_the_run_that_was_long_from_the_start(run, tmp_path, capsys, name, moments):
+    """To the bit, and on another mesh to 1e-5: its learning rate is the same in each step, and so are its losses."""
     endless = (
+        f"--optimizer.name={name}",
+        f"--optimizer.moments={moments}",
+        "--model.embed=32",
         "--optimizer.schedule=inverse-sqrt",
-        "--optimizer.moments=bfloat16",
         "--optimizer.decay-fraction=0",
         "--validation.every=0",
+        "--mesh=1x1x1",
     )
     folder = run("run", *endless, "--train.steps=8")
+    shutil.copytree(folder, tmp_path / "moved", symlinks=True)
     capsys.readouterr()
     run("run", *endless, "--train.steps=12")
     said = capsys.readouterr().err
@@ -131,6 +141,8 @@ def test_a_longer_run_goes_on_and_is_the_run_that_was_long_from_the_start(run, c
     losses = [[line["loss"] for line in lines(one) if "loss" in line] for one in (folder, straight)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 12
+    moved = run("moved", *endless, "--mesh=2x1x1", "--train.steps=12")
+    close(*([line for line in lines(one) if "loss" in line] for one in (moved, straight)))
     run("run", *endless, "--train.steps=12")
     assert "is finished at step 12" in capsys.readouterr().err
 

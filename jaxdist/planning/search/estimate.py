@@ -33,7 +33,16 @@ from jaxdist.mesh.split import Split
 from jaxdist.models import Model
 from jaxdist.output.units import counted
 from jaxdist.parallel.pipeline.simulate import Times, lockstep_time
-from jaxdist.planning import certainty, communication, exposure, memory, step_bytes, step_time, whole_updates
+from jaxdist.planning import (
+    certainty,
+    communication,
+    exposure,
+    memory,
+    optimizer_state,
+    step_bytes,
+    step_time,
+    whole_updates,
+)
 from jaxdist.planning.clusters import Cluster, calibrated
 from jaxdist.planning.collective_time import group_over
 from jaxdist.planning.communication import purpose
@@ -111,8 +120,9 @@ class Estimate:
 
     @cached_property
     def refused(self) -> str:
-        """Why no run takes the compression that is asked for on this mesh; empty where it does."""
-        return communication.compression_that_costs(self.sharded)
+        """Why no run takes the compression, or the moments, that are asked for on this mesh; empty where it does."""
+        cut = optimizer_state.cut_blocks(self.config.optimizer, self.sharded.parameters)
+        return cut or communication.compression_that_costs(self.sharded)
 
     @cached_property
     def sending(self) -> Step:

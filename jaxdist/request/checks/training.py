@@ -67,6 +67,16 @@ def _whole_matrices(config: Config) -> Iterator[str]:
         ) + remedy("optimizer.name to adamw", "pipeline.schedule to 1f1b")
 
 
+@check("optimizer.moments", "train.local_steps")
+def _codes_of_replicas(config: Config) -> Iterator[str]:
+    steps = config.train.local_steps
+    if steps and config.optimizer.moments == "int8":
+        yield (
+            f"optimizer.moments is int8, whose codes have no mean for another number of replicas, and "
+            f"train.local_steps is {steps}; set optimizer.moments to bfloat16, or train.local_steps to 0"
+        )
+
+
 @check("data.skip")
 def _left_out(config: Config) -> Iterator[str]:
     text = config.data.skip

@@ -19,7 +19,8 @@ def to_host(tree: Tree) -> Tree:
     """Move moments and masters into the host's pinned memory; counts of updates stay on the device."""
 
     def move(a: jax.Array) -> jax.Array:
-        if jnp.issubdtype(a.dtype, jnp.floating):
+        # Codes of moments are whole numbers of 8 bits.
+        if jnp.issubdtype(a.dtype, jnp.floating) or a.dtype == jnp.int8:
             return jax.device_put(a, HOST)
         return a
 

@@ -13,7 +13,8 @@ from jaxdist.config import OptimizerConfig
 from jaxdist.models import Params
 from jaxdist.optimizers.rates import at_rates, parse
 from jaxdist.optimizers.schedules import SCHEDULES
-from jaxdist.training.forward.rounded_moments import rounded
+from jaxdist.training.forward.block_moments import InBlocks
+from jaxdist.training.forward.rounded_moments import Rounded, kept_as
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -64,7 +65,8 @@ def optimizer(config: OptimizerConfig, steps: int, roles: Params) -> optax.Gradi
     """
     rule = config.rule.transformation(config, schedule(config, steps), roles)
     if config.moments != "float32":
-        rule = rounded(rule, config.rule.moments)
+        kept = Rounded() if config.moments == "bfloat16" else InBlocks(config.rule, roles)
+        rule = kept_as(kept, rule, config.rule.moments)
     return at_rates(rule, parse(config.rates), roles) if config.rates else rule
 
 

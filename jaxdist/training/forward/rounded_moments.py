@@ -1,15 +1,15 @@
-"""Moments of an update rule in bfloat16 between steps, rounded stochastically (Gupta et al. 2015, section 3).
+"""Moments of an update rule in another form between steps: bfloat16, or what `block_moments` makes of them.
 
-Rounded to the nearest, a second moment whose change is below 2^-9 of it would stay for ever where it is. A number is
-rounded up here as often as its distance to the lower neighbour says, so that its mean is right. The random bits are a
-hash of the count of updates, of the array and of the place of the number in it: on every mesh they are the same, and so
-they are after a resume.
+They are rounded stochastically (Gupta et al. 2015, section 3). In bfloat16, rounded to the nearest, a second moment
+whose change is below 2^-9 of it would stay for ever where it is. A number is rounded up here as often as its distance
+to the lower neighbour says, so that its mean is right. The random bits are a hash of the count of updates, of the array
+and of the place of the number in it: on every mesh they are the same, and so they are after a resume.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import itertools
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,31 +17,90 @@ import optax
 from jaxtyping import Array, BFloat16, Float, Float32, UInt32
 
 
-def rounded(rule: optax.GradientTransformation, moments: tuple[str, ...]) -> optax.GradientTransformationExtraArgs:
-    """Return `rule` with a state whose `moments`, arrays by the names of its fields, are in bfloat16.
+class Kept(Protocol):
+    """How moments are kept between steps."""
+
+    def narrow(self, a: Array, field: str, parameter: str, seed: UInt32[Array, ""]) -> Any:
+        """Return what is kept of a moment, which is a field of the state and belongs to a parameter."""
+
+    def wide(self, kept: Any, field: str) -> Array:
+        """Return the moment in f32."""
+
+    def holds(self, node: Any) -> bool:
+        """Return whether a node of the state is a moment in its form, and not a tree of moments."""
+
+
+class Rounded:
+    """Moments in bfloat16."""
+
+    def narrow(self, a: Array, field: str, parameter: str, seed: UInt32[Array, ""]) -> Array:
+        """Return a moment, rounded stochastically."""
+        return stochastic(a, seed)
+
+    def wide(self, kept: Array, field: str) -> Array:
+        """Return a moment in f32."""
+        return kept.astype(jnp.float32)
+
+    def holds(self, node: Any) -> bool:
+        """Return False: a moment is one array."""
+        return False
+
+
+def kept_as(
+    kept: Kept, rule: optax.GradientTransformation, moments: tuple[str, ...]
+) -> optax.GradientTransformationExtraArgs:
+    """Return `rule` with a state whose `moments`, arrays by the names of its fields, are kept in another form.
 
     An update is made in f32 from the moments before they are rounded.
     """
     inner = optax.with_extra_args_support(rule)
 
+    def narrowed(state: Any, count: Array) -> Any:
+        numbers = itertools.count()
+
+        def narrow(path: tuple[Any, ...], a: Array) -> Any:
+            field = _field(path, moments)
+            if not field:
+                return a
+            return kept.narrow(a, field, ".".join(_keys(path)), _seed(count, next(numbers)))
+
+        return jax.tree.map_with_path(narrow, state)
+
+    def widened(state: Any) -> Any:
+        def widen(path: tuple[Any, ...], one: Any) -> Any:
+            field = _field(path, moments)
+            return kept.wide(one, field) if field else one
+
+        return jax.tree.map_with_path(widen, state, is_leaf=kept.holds)
+
     def init(params: Any) -> Any:
-        return _map_moments(lambda a, _: a.astype(jnp.bfloat16), inner.init(params), moments)
+        return narrowed(inner.init(params), jnp.zeros((), jnp.uint32))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        count = next(a for a in jax.tree.leaves(state) if jnp.issubdtype(a.dtype, jnp.integer))
-        wide = _map_moments(lambda a, _: a.astype(jnp.float32), state, moments)
-        changes, new = inner.update(updates, wide, params, **extra)
-        return changes, _map_moments(lambda a, number: stochastic(a, _seed(count, number)), new, moments)
+        # Codes are whole numbers too, but no scalars.
+        count = next(a for a in jax.tree.leaves(state) if a.ndim == 0 and jnp.issubdtype(a.dtype, jnp.integer))
+        changes, new = inner.update(updates, widened(state), params, **extra)
+        return changes, narrowed(new, count)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def rounded(rule: optax.GradientTransformation, moments: tuple[str, ...]) -> optax.GradientTransformationExtraArgs:
+    """Return `rule` with a state whose `moments`, arrays by the names of its fields, are in bfloat16."""
+    return kept_as(Rounded(), rule, moments)
 
 
 def stochastic(a: Float32[Array, "..."], seed: UInt32[Array, ""]) -> BFloat16[Array, "..."]:
     """Round each number to a neighbour in bfloat16, so that the mean over seeds is the number itself."""
     # bfloat16 is the upper half of f32: 16 random bits are added to the lower half, which is then cut off.
-    word = jax.lax.bitcast_convert_type(a, jnp.uint32) + (_hash(_places(a) ^ seed) >> 16)
+    word = jax.lax.bitcast_convert_type(a, jnp.uint32) + (random_bits(a, seed) >> 16)
     cut = jax.lax.bitcast_convert_type(word & jnp.uint32(0xFFFF0000), jnp.float32)
     return cut.astype(jnp.bfloat16)
+
+
+def random_bits(a: Float[Array, "..."], seed: UInt32[Array, ""]) -> UInt32[Array, "..."]:
+    """Return 32 bits for each number of an array, which depend on its place and the seed alone."""
+    return _hash(_places(a) ^ seed)
 
 
 def _places(a: Float[Array, "..."]) -> UInt32[Array, "..."]:
@@ -70,12 +129,11 @@ def _hash(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     return x ^ (x >> 16)
 
 
-def _map_moments(f: Callable[[Any, int], Any], state: Any, moments: tuple[str, ...]) -> Any:
-    """Apply `f` to each array of the moments and its number among them."""
-    numbers = iter(range(len(jax.tree.leaves(state))))
+def _field(path: tuple[Any, ...], moments: tuple[str, ...]) -> str:
+    """Return which of the moments an array of the state belongs to; empty where it belongs to none."""
+    return next((key.name for key in path if getattr(key, "name", None) in moments), "")
 
-    def apply(path: tuple[Any, ...], a: Any) -> Any:
-        is_moment = any(getattr(key, "name", None) in moments for key in path)
-        return f(a, next(numbers)) if is_moment else a
 
-    return jax.tree.map_with_path(apply, state)
+def _keys(path: tuple[Any, ...]) -> list[str]:
+    """Return the names on the way to a parameter, of a path to what the state has of it."""
+    return [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
