@@ -103,11 +103,23 @@ class OfMatrices:
 
 
 @dataclass(frozen=True)
+class Mean:
+    """A mean that an update takes over some dims of a parameter: where the mesh splits one of them, an all-reduce."""
+
+    over: tuple[int, ...]
+    """The dims of which the mean is taken."""
+    dims: tuple[int, ...]
+    """The dims of the parameter that the mean has too."""
+    kept: bool = False
+    """Whether it stays in the state, in f32."""
+
+
+@dataclass(frozen=True)
 class UpdateRule:
     """A row of the optimizer table.
 
     Its state lies where the parameters lie. An update sends nothing, and takes the time of reading and writing what it
-    changes, but for what `matrices` says.
+    changes, but for what `matrices` and `means` say.
     """
 
     transformation: Transformation
@@ -123,9 +135,16 @@ class UpdateRule:
     matrices: OfMatrices | None = None
     """What it does otherwise with the matrices of layers; None: an update of a number needs that number alone."""
 
+    means: Callable[[Role, int], tuple[Mean, ...]] | None = None
+    """(role, dims) -> the means that an update takes of a parameter; None: it takes none."""
+
     def reads_whole(self, role: Role) -> bool:
         """Return whether an update of a parameter reads its matrices as wholes."""
         return self.matrices is not None and role.matrices is not None and role.differentiated
+
+    def means_of(self, role: Role, dims: int) -> tuple[Mean, ...]:
+        """Return the means that an update takes of a parameter with so many dims."""
+        return self.means(role, dims) if self.means is not None and role.differentiated else ()
 
     def moments_of(self, role: Role) -> int:
         """Return how many moments a parameter has."""

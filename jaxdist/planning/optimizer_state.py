@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from jaxdist.config import OptimizerConfig
@@ -19,9 +20,10 @@ def bytes_of(config: OptimizerConfig, p: Placed) -> Count:
     One without a gradient has nothing.
     """
     moments = config.rule.moments_of(p.place.role)
-    if config.moments == "int8":
-        return moments * _in_blocks(p)
-    return moments * WIDTHS[config.moments] * p.held
+    each = _in_blocks(p) if config.moments == "int8" else WIDTHS[config.moments] * p.held
+    # Of large matrices, for which a parameter without a shape stands, the means are few.
+    kept = [mean.dims for mean in config.rule.means_of(p.place.role, len(p.shape)) if mean.kept] if p.shape else []
+    return moments * each + F32 * sum(math.prod(p.part[dim] for dim in dims) for dims in kept)
 
 
 def _in_blocks(p: Placed) -> Count:

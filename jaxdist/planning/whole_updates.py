@@ -1,7 +1,7 @@
 """Predict what an update sends and computes that reads whole matrices of the layers (`optimizers.muon`).
 
 Where mesh axes split dims of a matrix, an all-to-all for each such dim deals whole matrices to the devices, and another
-one brings the updates back, once a step and in f32.
+one brings the updates back, once a step and in f32. A mean over such dims is one all-reduce (`optimizers.adafactor`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxdist.config.matmuls import matmuls_of
 from jaxdist.config.matrices import as_matrices, matrices_of
 from jaxdist.config.stacks import stacks_of
 from jaxdist.planning.parameter_layout import Placed
-from jaxdist.planning.predicted_collectives import ALL_TO_ALL, F32, Transfer, transfer
+from jaxdist.planning.predicted_collectives import ALL_REDUCE, ALL_TO_ALL, F32, Transfer, transfer
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import Layout, axes_of
 
@@ -53,7 +53,14 @@ def dealt(p: Placed, layout: Layout) -> Dealt:
 
 def predict(config: Config, p: Placed, layout: Layout) -> Iterator[Transfer]:
     """Yield the transfers of the update of a parameter; none where no number of it needs another."""
-    if not config.optimizer.rule.reads_whole(p.place.role):
+    rule = config.optimizer.rule
+    for mean in rule.means_of(p.place.role, len(p.shape)):
+        axes = {axis for dim in mean.over for axis in axes_of(p.place.held.partitions[dim])}
+        # A mean without dims is a scalar.
+        if mean.dims:
+            elements = math.prod(p.part[dim] for dim in mean.dims)
+            yield transfer(layout, UPDATES, ALL_REDUCE, axes, 1, elements, F32)
+    if not rule.reads_whole(p.place.role):
         return
     found = dealt(p, layout)
     elements = found.own * math.prod(found.part)

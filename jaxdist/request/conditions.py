@@ -228,6 +228,20 @@ def mixture(config: Config, known: Known) -> str:
 
 
 @needs("optimizer.name")
+def first_moment(config: Config, known: Known) -> str:
+    """Need an update rule with a first moment."""
+    optimizer = config.optimizer
+    return "" if "beta1" in optimizer.rule.betas else f"optimizer.name {optimizer.name}"
+
+
+@needs("optimizer.name")
+def has_moments(config: Config, known: Known) -> str:
+    """Need an update rule that keeps a number, or several, for each of a parameter."""
+    optimizer = config.optimizer
+    return "" if optimizer.rule.moments else f"optimizer.name {optimizer.name}, which keeps means in float32,"
+
+
+@needs("optimizer.name")
 def second_moment(config: Config, known: Known) -> str:
     """Need an update rule with a second moment."""
     optimizer = config.optimizer

@@ -52,6 +52,8 @@ BY_REQUEST = {
     ),
     "mixture": ({"data.mixture": "a*0.7,b*0.3"}, {}),
     "fraction_held_out": ({}, {"data.path": __file__, "data.validation_path": recipes.__file__}),
+    "first_moment": ({"optimizer.name": "lion"}, {"optimizer.name": "adafactor"}),
+    "has_moments": ({"optimizer.name": "sgd"}, {"optimizer.name": "adafactor"}),
     "second_moment": ({"optimizer.name": "lion"}, {"optimizer.name": "sgd"}),
     "ends_by_decay": ({"optimizer.schedule": "inverse-sqrt"}, {"optimizer.schedule": "linear"}),
     "decay": ({"optimizer.schedule": "constant"}, {"optimizer.schedule": "constant", "optimizer.decay_fraction": "0"}),

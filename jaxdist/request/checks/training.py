@@ -67,6 +67,16 @@ def _whole_matrices(config: Config) -> Iterator[str]:
         ) + remedy("optimizer.name to adamw", "pipeline.schedule to 1f1b")
 
 
+@check("optimizer.name", "pipeline.schedule")
+def _means_of_wholes(config: Config) -> Iterator[str]:
+    name = config.optimizer.name
+    if config.optimizer.rule.means is not None and config.pipeline.asynchronous:
+        yield (
+            f"optimizer.name is {name}, which takes means over whole parameters, but pipeline.schedule "
+            f"{config.pipeline.schedule} updates a stage inside of its pipeline, where a device has parts; "
+        ) + remedy("optimizer.name to adamw", "pipeline.schedule to 1f1b")
+
+
 @check("optimizer.moments", "train.local_steps")
 def _codes_of_replicas(config: Config) -> Iterator[str]:
     steps = config.train.local_steps
