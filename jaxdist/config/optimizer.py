@@ -51,9 +51,9 @@ class OptimizerConfig(Section):
     rates: Rates = ""
     """Factors of the learning rate by parameter, such as embedding=0.5,head=2,blocks.mlp.*=1.5; empty: none."""
     beta1: FractionFloat32 = 0.9
-    """Decay of the first moment; for sgd the momentum."""
+    """Decay of the first moment; for sgd the momentum; not used by adafactor."""
     beta2: FractionFloat32 = 0.95
-    """Decay of the second moment; not used by sgd."""
+    """Decay of the second moment; not used by sgd and adafactor."""
     moments: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of the moments between steps; others are rounded stochastically, int8 in blocks of 256 with a scale."""
     weight_decay: NonNegativeFloat32 = 0.1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jaxdist.optimizers.adafactor import adafactor, means
 from jaxdist.optimizers.muon import muon, newton_schulz_flops
 from jaxdist.optimizers.rule import Knobs, OfMatrices, Roles, UpdateRule, decaying
 
@@ -35,6 +36,7 @@ def _sgd(config: Knobs, rate: optax.Schedule, roles: Roles) -> optax.GradientTra
 
 UPDATE_RULES = {
     "adamw": UpdateRule(_adamw, moments=("mu", "nu"), squares=("nu",), counters=2, betas=("beta1", "beta2")),
+    "adafactor": UpdateRule(adafactor, moments=(), counters=2, betas=(), means=means),
     "lion": UpdateRule(_lion, moments=("mu",), counters=2, betas=("beta1", "beta2")),
     "sgd": UpdateRule(_sgd, moments=("trace",), counters=1, betas=("beta1",)),
     "muon": UpdateRule(

@@ -154,23 +154,28 @@ def test_whole_matrices_make_the_update_of_one_device(row):
     cases.assert_equal(got, wanted, tolerance=1e-8)
 
 
-def test_a_step_holds_and_sends_what_is_predicted():
-    """To the byte and to the element: one moment of matrices, and two all-to-alls for each dim that is split."""
-    parallel = ParallelConfig(zero=1)
-    run = Run(config_of("2x2x1", model=GPT, parallel=parallel).model_copy(update={"optimizer": MUON}))
+def held_and_sent_as_predicted(run: Run) -> Counter:
+    """Compare a compiled step with its prediction; return the elements by (kind, axes)."""
     with jax.set_mesh(run.mesh):
         program = run.compile()
-    held = memory.predict(run.sharded)
-    assert program.memory_analysis().argument_size_in_bytes == held.arguments
-    matrices = sum(p.held for p in run.sharded.parameters if p.place.role.matrices)
-    adamw = memory.predict(run.sharded.with_knobs({"optimizer.name": "adamw"}))
-    assert adamw.arguments - held.arguments == 4 * matrices > 0
+    assert program.memory_analysis().argument_size_in_bytes == memory.predict(run.sharded).arguments
     predicted, moved = Counter(), Counter()
     for transfer in communication.predict(run.sharded):
         predicted[transfer.kind, transfer.axes] += transfer.elements
     for found in collectives(program.as_text(), run.mesh):
         moved[found.kind, found.axes] += found.array_elements * found.count
     assert +moved == predicted
+    return predicted
+
+
+def test_a_step_holds_and_sends_what_is_predicted():
+    """To the byte and to the element: one moment of matrices, and two all-to-alls for each dim that is split."""
+    parallel = ParallelConfig(zero=1)
+    run = Run(config_of("2x2x1", model=GPT, parallel=parallel).model_copy(update={"optimizer": MUON}))
+    predicted = held_and_sent_as_predicted(run)
+    matrices = sum(p.held for p in run.sharded.parameters if p.place.role.matrices)
+    held, adamw = (memory.predict(run.sharded.with_knobs({"optimizer.name": name})) for name in ("muon", "adamw"))
+    assert adamw.arguments - held.arguments == 4 * matrices > 0
     # Two layers on four devices are four: both ways, twice what a device holds.
     assert predicted["all-to-all", ("data",)] == predicted["all-to-all", ("model",)] == 4 * matrices
 

@@ -51,7 +51,7 @@ def test_the_bits_do_not_depend_on_how_an_array_lies():
     np.testing.assert_array_equal(rounds(folded, 7).reshape(x.shape), wanted)
 
 
-@pytest.mark.parametrize("name", UPDATE_RULES)
+@pytest.mark.parametrize("name", [name for name, row in UPDATE_RULES.items() if row.moments])
 def test_every_rule_of_the_table_keeps_its_moments_in_bfloat16(name):
     """The first update is that of f32 to the bit, because rounding comes after it; the second is near it."""
     config = BASE.model_copy(update={"name": name})
