@@ -10,12 +10,15 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxdist.config import Config
 from jaxdist.config.matmuls import matmuls_of
 from jaxdist.config.matrices import as_matrices, matrices_of
 from jaxdist.config.stacks import stacks_of
+from jaxdist.mesh import MODEL, REPLICA
 from jaxdist.planning.parameter_layout import Placed
-from jaxdist.planning.predicted_collectives import ALL_REDUCE, ALL_TO_ALL, F32, Transfer, transfer
+from jaxdist.planning.predicted_collectives import ALL_REDUCE, ALL_TO_ALL, F32, Count, Transfer, transfer
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.sharding import Layout, axes_of
 
@@ -66,6 +69,23 @@ def predict(config: Config, p: Placed, layout: Layout) -> Iterator[Transfer]:
     elements = found.own * math.prod(found.part)
     for axes in found.splits:
         yield transfer(layout, UPDATES, ALL_TO_ALL, axes, 2, 2 * elements, F32)
+
+
+def roughly(config: Config, p: Placed, layout: Layout, matrices: Count, replicas: bool) -> Iterator[Transfer]:
+    """Yield the transfers of the update of `p`, which stands for all weights of the layers on a mesh, or on many.
+
+    A device has parts of so many `matrices` of each weight. Of these `model` splits a dim, and the ZeRO group another
+    one, with the `replicas` if they split it too.
+    """
+    if not config.optimizer.rule.reads_whole(p.place.role) or not p.stacked:
+        return
+    splits: list[tuple[str, ...]] = [(MODEL,)]
+    if p.place.shard_dim is not None:
+        splits.append((*p.place.group, REPLICA) if replicas else p.place.group)
+    ways = math.prod(layout.size(*axes) for axes in splits)
+    padded = np.ceil(matrices / ways) * ways / matrices
+    for axes in splits:
+        yield transfer(layout, UPDATES, ALL_TO_ALL, axes, 2 * len(matrices_of(config.model)), 2 * padded * p.held, F32)
 
 
 def flops(sharded: ShardedModel) -> int:

@@ -90,6 +90,30 @@ def test_the_first_look_is_near_enough(small, every):
     assert np.corrcoef(rank(screen.seconds()), rank(times))[0, 1] > 0.85
 
 
+def test_the_first_look_knows_what_muon_sends_and_blocks_of_codes_hold(small):
+    """Beside AdamW in float32: the seconds of all-to-alls, and the bytes that are saved, of some candidates."""
+    columns = candidates(small, meshes(small, 8))
+    columns = {name: column[:: len(columns["zero"]) // 12] for name, column in columns.items()}
+
+    def found(**knobs: str) -> tuple[np.ndarray, ...]:
+        config = small.with_knobs({name.replace("__", "."): text for name, text in knobs.items()})
+        model = build(config.model)
+        screen = Screen(config, model, CLUSTER, columns)
+        rows = [candidate_config(config, row_of(columns, number)) for number in range(len(columns["zero"]))]
+        exact = [estimate(row, model, CLUSTER) for row in rows]
+        once, held = ([one.step.once for one in exact], [one.memory.total for one in exact])
+        return tuple(map(np.asarray, (screen.communication()["once"], once, screen.memory(), held)))
+
+    adamw = found()
+    muon = [one - other for one, other in zip(found(optimizer__name="muon"), adamw, strict=True)]
+    assert np.array_equal(muon[0] > 0, muon[1] > 0)
+    sends = muon[1] > 0
+    assert 6 <= sends.sum() < len(sends)
+    assert np.abs(muon[0][sends] / muon[1][sends] - 1).max() < 0.3
+    codes = [one - other for one, other in zip(found(optimizer__moments="int8"), adamw, strict=True)]
+    assert np.abs(codes[2] / codes[3] - 1).max() < 0.1
+
+
 def test_a_backward_pass_in_two_pieces_hands_on_what_it_stashes():
     """Llama 8B: per token and layer 6 of the residual stream, 2 of all heads, keys and values, 3 of the MLP's width."""
     staged = dict(mesh="1x1x8", pipeline__microbatches="16", train__global_batch_size="16")

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxdist.config.matrices import matrices_of
-from jaxdist.mesh import AXES, CONTEXT, MODEL, PIPELINE, REPLICA
+from jaxdist.mesh import AXES, CONTEXT, EXPERT, MODEL, PIPELINE, REPLICA
 from jaxdist.mesh.context import ulysses_elements
 from jaxdist.mesh.split import Split
 from jaxdist.models.loss import chunk_length
@@ -24,7 +24,7 @@ from jaxdist.optimizers.rule import Matrices
 from jaxdist.parallel.pipeline.formulas import lockstep_ticks
 from jaxdist.parallel.pipeline.stages import BLOCKS
 from jaxdist.parallel.placing import ZeroOptions, placements
-from jaxdist.planning import stream_traffic, weight_traffic
+from jaxdist.planning import stream_traffic, weight_traffic, whole_updates
 from jaxdist.planning.parameter_layout import Placed
 from jaxdist.planning.predicted_collectives import F32, Transfer
 from jaxdist.planning.runs import Again, Runs, Step, in_loops, in_ticks
@@ -195,9 +195,13 @@ class Steps(Sizes):
         return 3 * self.columns["virtual"] * self.columns["micro"]
 
     def _of_weights(self) -> Iterator[Transfer]:
-        """Yield the transfers of weights and gradients in a replica."""
+        """Yield the transfers of weights, gradients and updates in a replica."""
         for p in self.parameters(self.layout.without(REPLICA)):
             yield from weight_traffic.predict(self.step, p)
+            experts = self.config.model.experts // self.columns[EXPERT] if p.name == "blocks.experts" else 1
+            matrices = self.layers_held * experts
+            split = bool(np.any(self.replica_shards > 1))
+            yield from whole_updates.roughly(self.config, p, self.step.layout, matrices, replicas=split)
 
     def parameters(self, layout: Layout) -> list[Placed]:
         """Return the parameters outside the layers, and of the layers one that is as large as all of a kind.
