@@ -172,13 +172,29 @@ def test_rounds_are_those_of_a_reference_on_one_device(diloco):
     assert list(found) == [3, 6, 7]
     np.testing.assert_allclose([one.loss for one in found.values()], losses, rtol=1e-5)
     got = logical(run, state)
-    for params in (got.params, common):
+    same_parameters(got.params, common)
+    close(got.optimizer, moments, rtol=1e-4, atol=1e-6)
+    assert int(got.step) == 7
+
+
+def same_parameters(got: dict, wanted: dict) -> None:
+    for params in (got, wanted):
         # The bias of the keys has no gradient but rounding, by which AdamW moves it; how far, the processor decides.
         bias = params["blocks"]["attention"]["qkv_bias"] = np.array(params["blocks"]["attention"]["qkv_bias"])
         bias[:, 1] = 0
-    close(got.params, common, atol=3e-6)
-    close(got.optimizer, moments, rtol=1e-4, atol=1e-6)
-    assert int(got.step) == 7
+    close(got, wanted, atol=3e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", *exhaustive([("adafactor",)])])
+def test_a_rule_that_reads_whole_parameters_takes_rounds_too(name):
+    """Replicas make matrices whole, and take means, over their own devices: two of them split each parameter here."""
+    options = knobs({"optimizer.name": name, "optimizer.learning_rate": "1e-3"})
+    run = made(PAIR, 2, train__steps="4", parallel__zero="1", **knobs(DILOCO) | options)
+    _, state, found = taken(run, 4)
+    losses, common, _ = reference(rows_of(run, 4), ((1, 2), (3, 4)), train__steps="4", **options)
+    np.testing.assert_allclose([one.loss for one in found.values()], losses, rtol=1e-5)
+    same_parameters(logical(run, state).params, common)
 
 
 def test_after_an_outer_step_all_replicas_have_the_same_weights_to_the_bit(diloco):

@@ -17,20 +17,23 @@ SIZES = {
 }  # fmt: skip
 
 ROWS = [
-    ("2x1x1", "3", "mixed", "offload", "1"),
-    ("1x1x1", "0", "bfloat16", "offload", "2"),
-    ("1x1x2", "1", "mixed", "block", "1"),
+    ("2x1x1", "3", "mixed", "offload", "1", "adamw"),
+    ("1x1x1", "0", "bfloat16", "offload", "2", "adamw"),
+    ("1x1x2", "1", "mixed", "block", "1", "adamw"),
+    ("2x1x1", "1", "float32", "block", "1", "muon"),
 ]
+"""Mesh, ZeRO stage, precision, remat, micro-batches, update rule; the moments of Muon are in blocks of codes."""
 
 OTHERS = [
-    ("2x1x1", "2", "float16", "block", "1"),
-    ("2x1x1", "2", "float32", "offload", "2"),
-    ("data=2,context=2,model=1", "1", "mixed", "block", "1"),
+    ("2x1x1", "2", "float16", "block", "1", "adamw"),
+    ("2x1x1", "2", "float32", "offload", "2", "adafactor"),
+    ("data=2,context=2,model=1", "1", "mixed", "block", "1", "adamw"),
 ]
 
 
-def run_with(mesh: str, zero: str, precision: str, remat: str, micro: str, offload: str) -> Run:
+def run_with(mesh: str, zero: str, precision: str, remat: str, micro: str, rule: str, offload: str) -> Run:
     options = {"mesh": mesh, "parallel.zero": zero, "precision": precision, "model.remat": remat}
+    options |= {"optimizer.name": rule} | ({"optimizer.moments": "int8"} if rule == "muon" else {})
     options |= {"pipeline.microbatches" if mesh.endswith("2") else "train.accumulation": micro}
     run = Run(load(None, SIZES | options | {"parallel.offload": offload}))
     run.steps = 10  # of the schedule; no data is read
@@ -52,11 +55,13 @@ def memories(tree) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "zero", "precision", "remat", "micro"), [*thinned(ROWS, len(ROWS)), *exhaustive(OTHERS)]
+    ("mesh", "zero", "precision", "remat", "micro", "rule"), [*thinned(ROWS, len(ROWS)), *exhaustive(OTHERS)]
 )
-def test_steps_from_the_hosts_memory_are_the_same_and_go_on_from_either(mesh, zero, precision, remat, micro, tmp_path):
-    plain = run_with(mesh, zero, precision, remat.replace("offload", "block"), micro, "none")
-    moved = run_with(mesh, zero, precision, remat, micro, "optimizer")
+def test_steps_from_the_hosts_memory_are_the_same_and_go_on_from_either(
+    mesh, zero, precision, remat, micro, rule, tmp_path
+):
+    plain = run_with(mesh, zero, precision, remat.replace("offload", "block"), micro, rule, "none")
+    moved = run_with(mesh, zero, precision, remat, micro, rule, "optimizer")
     with jax.set_mesh(plain.mesh):
         (wanted, wanted_metrics), (state, metrics) = three_steps(plain), three_steps(moved)
         same(metrics, wanted_metrics)
