@@ -11,7 +11,7 @@ from typing import Annotated
 from jaxdist.cluster.process_env import find
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.config.values import Suggested
-from jaxdist.mesh import AUTO
+from jaxdist.mesh import AUTO, devices_asked, requested
 from jaxdist.output.streams import LogFile
 from jaxdist.planning.hardware import GPUS
 from jaxdist.process.exit_codes import DONE, REFUSED
@@ -72,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
             if not place.alone:
                 # Only the leader reports why the folder cannot be used.
                 config = leader_first("run folder", partial(enter, folder, config))
-            xla_options.keep_programs(partial(faults.say, job.env))
+            devices = devices_asked(requested(config.mesh), job.env.processes)
+            xla_options.keep_programs(devices, partial(faults.say, job.env))
             if job.env.leader:
                 for note in [*request.notes, *notes(request.config, Known(processes=job.env.processes))]:
                     say(f"note        {note}", job.log)

@@ -4,9 +4,12 @@ import os
 import sys
 import time
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
+
+import jax
 
 from jaxdist.files.caches import processor
 
@@ -31,6 +34,23 @@ def folder() -> Path:
 def shared() -> dict[str, str]:
     """Variables for tests that run in a copy of the tree: most of their programs are those of this tree."""
     return {"JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder()))}
+
+
+@contextmanager
+def not_kept() -> Iterator[None]:
+    """Programs that are compiled meanwhile are not kept.
+
+    XLA:CPU of jaxlib 0.10 forgets the order of the collectives in a program that it reads. Where several are ready at
+    once, two devices may begin with different ones, and wait for each other for ever: a pipeline of layers of several
+    kinds was seen to do so every other time.
+    """
+    option = "jax_persistent_cache_min_compile_time_secs"
+    least = getattr(jax.config, option)
+    jax.config.update(option, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(option, least)
 
 
 def prune(kept: Path = KEPT, most_bytes: int = MOST_BYTES, most_days: float = MOST_DAYS) -> None:

@@ -194,10 +194,11 @@ def take_memory() -> None:
         os.environ[FRACTIONS[0]] = f"{GPU_SHARE:g}"
 
 
-def keep_programs(say: Callable[[str], None]) -> None:
+def keep_programs(devices: int, say: Callable[[str], None]) -> None:
     """Use a folder of jaxdist's cache as the compilation cache; on GPUs it also keeps what XLA's autotuning found.
 
-    All processes of a job call it, before they ask for devices. `say` prints a note if the folder cannot be used.
+    All processes of a job call it, before they ask for devices. Without GPUs the mesh will take so many `devices`.
+    `say` prints a note if the folder cannot be used.
     """
     # JAX lets only process 0 write to the cache, and the others must find the same there: a process that compiles a
     # program waits for all others to share the autotuning, also for one that has read the program instead.
@@ -205,7 +206,7 @@ def keep_programs(say: Callable[[str], None]) -> None:
         return
     if gpus.visible():
         folder = programs_folder()
-    elif _kept_for_cpus():
+    elif _kept_for_cpus(devices):
         folder = cpu_programs_folder(len(os.sched_getaffinity(0)))
     else:
         return
@@ -222,14 +223,15 @@ LEAST_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 """The variable that says from how many seconds on JAX keeps what it has compiled: 1, but for a run on CPUs."""
 
 
-def _kept_for_cpus() -> bool:
-    """Return whether programs for CPUs are kept here.
+def _kept_for_cpus(devices: int) -> bool:
+    """Return whether programs for so many CPU devices are kept here.
 
-    Of several processes only the first would find what it has kept: JAX writes there alone, and its names for the
-    programs of the others differ. On macOS XLA may die of a program that it reads, and with a
-    jaxlib of another series refuse it at each start (jax issue 38445).
+    In a program that it has read, XLA:CPU of jaxlib 0.10 has forgotten the order of its collectives: two devices may
+    begin with different ones, and wait for each other for ever. Of several processes only the first would find what it
+    has kept: JAX writes there alone, and its names for the programs of the others differ. On macOS XLA may die of a
+    program that it reads, and with a jaxlib of another series refuse it at each start (jax issue 38445).
     """
-    return sys.platform == "linux" and kv_store.processes() == 1 and series() in OPTIONS
+    return sys.platform == "linux" and devices == kv_store.processes() == 1 and series() in OPTIONS
 
 
 def _cache_is_set() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from jaxdist.training.forward.base import ForwardOptions
 from jaxdist.training.forward.decoder import DecoderForward
 from jaxdist.training.forward.pipeline import PipelineForward
 from jaxdist.training.forward.step import Step
+from tests import program_cache
+from tests.parity import loop_order
 
 ROWS, SEQUENCE, VOCAB = 32, 16, 96
 MODEL = ModelConfig(layers=3, embed=32, heads=4, vocab=VOCAB, sequence=SEQUENCE)
@@ -158,7 +161,7 @@ def train(
         dtypes = jax.tree.map(lambda a: param_dtype if a.dtype == jnp.float32 else a.dtype, initial)
         params = jax.tree.map(lambda a, to: jax.device_put(a.astype(to), replicated(devices)), initial, dtypes)
         start = jax.jit(lambda params: step.start(step.place(params)))(step.folded(params))
-        take = jax.jit(step.train)
+        take: Callable[..., Any] = jax.jit(step.train)
         states, losses, norms, reported = [start], [], [], []
         scaled: list[tuple[float, int, int]] = []
         spikes: list[tuple[int, int, int]] = []
@@ -178,6 +181,10 @@ def train(
                 rings = [jax.device_put(np.full(WINDOW, of, np.float32), replicated(devices)) for of in usual[number]]
                 made = jax.device_put(np.int32(WINDOW + number), replicated(devices))
                 state = state._replace(recent=state.recent._replace(losses=rings[0], norms=rings[1], made=made))
+            if stages and number == 0:
+                with program_cache.not_kept():
+                    take = take.lower(state, batch).compile()
+                assert not loop_order.not_awaited(take.as_text())
             state, metrics = take(state, batch)
             states.append(state)
             losses.append(float(metrics.loss))
