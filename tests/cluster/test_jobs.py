@@ -1,9 +1,12 @@
 """Jobs of a real Slurm, written by `launch slurm`: whatever happens to one, its run goes on as one process's would."""
 
+import os
 import re
 import shlex
+import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -119,6 +122,43 @@ def test_a_spare_node_takes_the_place_of_a_killed_one(cluster, network, words, t
         cluster.run("scontrol", "reconfigure")
         cluster.until(lambda: cluster.nodes("idle") == 4, 60, "nodes to come back")
     same(folder)
+
+
+@pytest.mark.exhaustive
+def test_a_node_that_the_heartbeats_name_is_excluded_from_the_next_start(cluster, words, tmp_path):
+    """One of its processes is stopped: Slurm finds the node well, and would give it to the job again."""
+    folder = tmp_path / "run"
+    options = words("--mesh=-1x1x1", *LONG, "--fault.heartbeat-seconds=30")
+    number, log = submitted(cluster, *options, "--nodes=3", "--time=60")
+    said = lambda: log.read_text(errors="replace") if log.exists() else ""
+    until = lambda true: cluster.until(true, PATIENCE, lambda: f"{said()}\n{cluster.job(number)}")
+    until(lambda: saved(folder) >= 5)
+    (task,) = tasks_on("n1", folder)
+    os.kill(task, signal.SIGSTOP)
+    until(lambda: "requeued, to continue" in said())
+    until(lambda: cluster.job(number)["ExcNodeList"] == "n1")
+    assert re.search(r"node n1 was named: process 1 on n1 is lost or cut off at step \d+: no heartbeat for", said())
+    assert (folder / "heartbeats" / "named.txt").read_text().startswith("n1 ")
+    newest = saved(folder)
+    until(lambda: not cluster.run("squeue", "-h", "--steps", f"--jobs={number}"))
+    cluster.at_once(number)
+    until(lambda: step_of(folder) >= newest + 5)
+    assert cluster.job(number)["NodeList"] == "n[0,2-3]"
+    assert f"from the checkpoint of step {newest}" in said()
+    cluster.run("scancel", number)
+    cluster.wait(number, "CANCELLED", PATIENCE)
+
+
+def tasks_on(node: str, folder: Path) -> list[int]:
+    """The processes of the run that Slurm has started on a node."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (place / "cmdline").read_text().split("\0")
+            is_task = "jaxdist.train" in words and f"--run-dir={folder}" in words and words[0] == PYTHON
+            if is_task and f"SLURMD_NODENAME={node}" in (place / "environ").read_text().split("\0"):
+                found.append(int(place.name))
+    return found
 
 
 @pytest.mark.exhaustive

@@ -1,5 +1,6 @@
 """The sbatch script of a run: its text, and what it does when it is run, with Slurm's commands played."""
 
+import os
 import re
 import signal
 import subprocess
@@ -364,12 +365,33 @@ def test_a_waiting_node_takes_the_place_of_a_lost_one(played, how):
     assert "runs on node7 node8; 1 of the job's nodes wait to take the place of a lost one" in written
     assert "exit code 1 on node7 node8; started again on node7 node9, to continue from the beginning" in written
     first, second = (played.folder / "starts").read_text().splitlines()
-    assert "--nodes=2 --ntasks=4 --nodelist=node7,node8 " in first
-    assert "--nodes=2 --ntasks=4 --nodelist=node7,node9 " in second
+    assert "--overlap --nodes=2 --ntasks=4 --nodelist=node7,node8 " in first
+    assert "--overlap --nodes=2 --ntasks=4 --nodelist=node7,node9 " in second
     assert ["requeue", "7"] not in played.calls("scontrol")
     assert "#SBATCH --nodes=3\n" in made(spares=1).text()
     assert "#SBATCH --no-kill\n" in made(spares=1).text()
     assert "no-kill" not in made().text()
+
+
+def test_another_node_requeues_the_job_when_that_of_the_script_is_lost(played):
+    nodes(played, "node7 alloc", "node8 alloc", "node9 alloc")
+    assert played.run(made(spares=1).text(), "sleep 0.3", SLURM_JOB_NUM_NODES="3", SLURMD_NODENAME="node7")[0] == 0
+    (watching,) = (words for words in played.calls("srun") if "watch" in words)
+    assert "--nodelist=node9" in watching
+    inner = watching[watching.index("bash") :]
+    assert inner[-3:] == ["watch", "node7", "7"]
+    # It sleeps between two looks, and the node is lost at the third.
+    (played.folder / "sleep").write_text('#!/bin/bash\necho >>"$PLAYED/looks"\nexec "$0.real" 0\n')
+    (played.folder / "sleep.real").symlink_to("/bin/sleep")
+    lost = '[ "$(wc -l <"$PLAYED/looks")" -lt 3 ] && echo mix || echo "down*"'
+    (played.folder / "sinfo").write_text(f"#!/bin/bash\n{lost}\n")
+    for file in ("sleep", "sinfo"):
+        (played.folder / file).chmod(0o755)
+    (played.folder / "calls").unlink()
+    environment = os.environ | {"PATH": f"{played.folder}:{os.environ['PATH']}", "PLAYED": str(played.folder)}
+    assert subprocess.run(inner, env=environment, timeout=30, check=False).returncode == 0
+    assert played.calls("scontrol") == [["requeue", "7"]]
+    assert len((played.folder / "looks").read_text()) == 3
 
 
 @pytest.mark.parametrize(("code", "states"), [(85, ["node7 alloc", "node8 down"]), (1, ["node7 alloc", "node8 alloc"])])
