@@ -24,7 +24,7 @@ from jaxdist.config import Config, RequestError
 from jaxdist.process.exit_codes import STOPPED
 from jaxdist.request.own_runs import MADE_BY
 from jaxdist.training.console import Screen
-from jaxdist.training.device_copies import DeviceCopies, comparing
+from jaxdist.training.device_copies import DeviceCopies
 from jaxdist.training.disk_errors import one_sentence
 from jaxdist.training.ending import Ended, reporting_end, reporting_failure, where_it_resumes
 from jaxdist.training.entering import enter_own, lost_step
@@ -37,7 +37,7 @@ from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import note_saved
 from jaxdist.training.save_policy import ENDED, SavePolicy
 from jaxdist.training.summary import folded, of_library
-from jaxdist.training.trainer import Trainer, Validation
+from jaxdist.training.trainer import Trainer, Validation, comparing
 
 IDENTITY = "fit"
 """The fact of a checkpoint with what must be the same in a run that goes on."""

@@ -28,9 +28,7 @@ from jaxdist.parallel.checksums import checksums
 from jaxdist.sharding import named
 from jaxdist.training.forward.offload import to_device
 from jaxdist.training.forward.step import TrainState
-from jaxdist.training.meter import Diverged, Meter
-from jaxdist.training.save_policy import SavePolicy
-from jaxdist.training.trainer import Callback, Figures
+from jaxdist.training.meter import Diverged
 
 LISTED = 4
 """Devices that a sentence names at most."""
@@ -159,15 +157,3 @@ def _joined(own: Mapping[int, Any]) -> dict[int, Any]:
     return {
         int(place): value for there in from_all({str(p): v for p, v in own.items()}) for place, value in there.items()
     }
-
-
-def comparing(every: int, saving: SavePolicy, meter: Meter) -> Callback:
-    """Return what checks the state as before a save, each so many steps. It raises `Diverged`."""
-
-    def compare(steps: range, state: TrainState, figures: Figures) -> bool:
-        if any(step % every == 0 for step in steps):
-            with meter.paused():
-                saving.check(steps[-1], state)
-        return False
-
-    return compare

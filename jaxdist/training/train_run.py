@@ -19,7 +19,6 @@ from jaxdist.training import rollback
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.console import Screen
 from jaxdist.training.copies import check_named
-from jaxdist.training.device_copies import comparing
 from jaxdist.training.disk_errors import one_sentence
 from jaxdist.training.ending import Ended, reporting_end, where_it_resumes
 from jaxdist.training.forward.balance import REPORTED, CollapseWatch
@@ -42,7 +41,7 @@ from jaxdist.training.samples import Samples
 from jaxdist.training.starting import begin, go_on, initial_weights, save_policy_of
 from jaxdist.training.step_runner import StepRunner
 from jaxdist.training.summary import afterwards
-from jaxdist.training.trainer import Callback, Figures, Runner, Trainer, Validation
+from jaxdist.training.trainer import Callback, Figures, Runner, Trainer, Validation, comparing
 
 
 def train(run: Run, folder: RunFolder, job: Job) -> int:

@@ -285,6 +285,18 @@ class Trainer:
             self.log.say(f"goodput     {found}")
 
 
+def comparing(every: int, saving: SavePolicy, meter: Meter) -> Callback:
+    """Return what checks the state as before a save, each so many steps. It raises `Diverged`."""
+
+    def compare(steps: range, state: TrainState, figures: Figures) -> bool:
+        if any(step % every == 0 for step in steps):
+            with meter.paused():
+                saving.check(steps[-1], state)
+        return False
+
+    return compare
+
+
 def rounds(first: int, last: int, every: int) -> Iterator[range]:
     """Yield the steps after `first` up to `last`, in rounds that end with the multiples of `every`, and `last`."""
     while first < last:
