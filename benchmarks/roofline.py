@@ -10,7 +10,6 @@ between its start and its done take less. roofline.md explains the table and has
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import re
 from collections import Counter
@@ -23,7 +22,6 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxdist.config import Config
 from jaxdist.explain import explain
 from jaxdist.explaining.report import Report
 from jaxdist.output.tables import table
@@ -33,7 +31,6 @@ from jaxdist.planning.timing import flops_per_token
 from jaxdist.programs import hlo, kernels
 from jaxdist.programs.hlo_text import Instruction, arrays, called, first_operand, operands, parse, trips
 from jaxdist.request import load
-from jaxdist.training import run
 
 TARGET = "h100"
 
@@ -65,14 +62,12 @@ LARGE = {"model.heads": "16", "mesh": "1x1x1", "train.global_batch_size": "8"}
 SHARDED = {"precision": "bfloat16", "mesh": "8x1x1", "train.global_batch_size": "8", "parallel.zero": "3"}
 """Llama 8B with remat block."""
 
-UNROLLED = "unrolled"
-
 ROWS = {
     "1b": ("llama_1b", LARGE),
-    f"1b {UNROLLED}": ("llama_1b", LARGE),
+    "1b unrolled": ("llama_1b", {**LARGE, "model.unroll_layers": "true"}),
     "8b": ("llama_8b", SHARDED),
 }
-"""Name -> (CONFIG, options). A row whose name ends so has its layers written out in place of a loop."""
+"""Name -> (CONFIG, options)."""
 
 MATMULS = "matmuls"
 FORWARD = "attention, forward"
@@ -323,26 +318,11 @@ class Row(NamedTuple):
     """Seconds of the FLOPs of the model at the peak of the data sheet."""
 
 
-def unrolled_step(config: Config, devices: Sequence[jax.Device], sites: int = 1) -> jax.stages.Lowered:
-    """Lower the train step with its layers written out. The process that compiles calls it."""
-    made = run.without_data(config, devices, sites)
-    made.forward.unroll = True
-    with jax.set_mesh(made.mesh):
-        return made.lower()
-
-
 def row(name: str, knobs: Mapping[str, str]) -> Row:
     """Compile the step of a row of `ROWS`, changed by `knobs`, and model it."""
     file, options = ROWS[name]
     config = load(file, {**options, **knobs})
-    as_it_was = run.lower_step
-    if name.endswith(UNROLLED):
-        # Of the module, not of `__main__`, which another process cannot import.
-        run.lower_step = importlib.import_module("roofline").unrolled_step
-    try:
-        report = explain(config, TARGET)
-    finally:
-        run.lower_step = as_it_was
+    report = explain(config, TARGET)
     time = Roofline(report.program.text, report.mesh).time
     tokens = config.train.global_batch_size * config.model.sequence / report.mesh.size
     return Row(name, report, time, flops_per_token(config.model) * tokens / GPUS[TARGET].peak)

@@ -278,6 +278,8 @@ class ModelConfig(Section):
     """How the frozen weights are held; int8 and nf4 (QLoRA): the matrices of layers in 8 or 4 bits, others bfloat16."""
     remat: Literal["none", "dots", "block", "stage", "offload"] = "none"
     """Activation checkpointing: none (cheap), dots (all but matmuls), block, stage; offload: block, inputs on host."""
+    unroll_layers: bool = False
+    """Write the layers out in the program, in place of a loop, which copies what it keeps; compiling takes longer."""
     attention: Literal["auto", "cudnn", "blocks"] = "auto"
     """Form of attention: cudnn (GPUs), or blocks of queries (any device); auto: cudnn where it can run."""
 

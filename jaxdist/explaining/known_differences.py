@@ -16,7 +16,7 @@ from jaxdist.planning.habit import Habit
 from jaxdist.planning.pipelines import pipeline_of
 from jaxdist.planning.predicted_collectives import ALL_GATHER, ALL_REDUCE, F32, Transfer
 from jaxdist.planning.stream_traffic import STREAM_OF_LAYERS
-from jaxdist.planning.weight_traffic import GRADIENTS
+from jaxdist.planning.weight_traffic import GRADIENTS, WEIGHTS
 from jaxdist.sharding import Layout
 
 GRADIENTS_OF_LAYERS = f"{GRADIENTS}layers"
@@ -103,6 +103,14 @@ def _gathers_once_for_both_products(row: Row, case: Case) -> bool:
     return _sends_less(row, once_a_tick, case.split.width)
 
 
+def _gathers_layers_once(row: Row, case: Case) -> bool:
+    """Return whether weights of layers are gathered once, and not in both passes, where no loop runs the layers."""
+    if not case.split.config.model.unroll_layers:
+        return False
+    gathered = _predicted(row, case, ALL_GATHER, f"{WEIGHTS}layers")
+    return _sends_less(row, [one.elements // 2 for one in gathered if one.calls % 2 == 0], case.split.width)
+
+
 def _predicted(row: Row, case: Case, kind: str, what: str) -> list[Transfer]:
     """Return the transfers of this kind and purpose that are predicted in `row`."""
     if row.kind != kind:
@@ -133,6 +141,12 @@ KNOWN = (
         applies=_sends_once_for_all_groups,
         reason="XLA:GPU since jax 0.11 adds up small gradients of the layers, such as those of norms and biases, over "
         "all micro-batches, and reduces them once",
+    ),
+    Known(
+        name="unrolled layers",
+        platforms=("cpu",),
+        applies=_gathers_layers_once,
+        reason="XLA:CPU gathers the weights of a layer that no loop runs once for the forward and the backward pass",
     ),
     Known(
         name="ticks of stages of one layer",

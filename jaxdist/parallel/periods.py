@@ -23,12 +23,14 @@ def scan(
     """Return (the carry after all layers, the results [L, ...] of the layers), where `layers` are [L, ...] each.
 
     Layer i runs `bodies[i % period]`; there are as many bodies as a period has layers. In `reverse`, the last layer
-    comes first.
+    comes first. With `unroll` the program has all layers one after the other.
     """
     period = len(bodies)
+    count = jax.tree.leaves(layers)[0].shape[0]
+    if unroll and count > 1:
+        bodies = [passes_apart(body) for body in bodies]
     if period == 1:
         return lax.scan(bodies[0], carry, layers, unroll=unroll, reverse=reverse)
-    count = jax.tree.leaves(layers)[0].shape[0]
     whole = count - count % period
 
     def one_period(carry: Any, layers: Tree) -> tuple[Any, Tree]:
@@ -50,6 +52,28 @@ def scan(
         parts.append(rest)
     carry, found = _in_turn(parts, carry, reverse)
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+
+
+def passes_apart(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f`, of whose results the backward pass uses none but those that it saves.
+
+    Where the two passes are not in loops of their own, XLA finds that activation checkpointing computes again what the
+    forward pass has computed, and keeps that in memory instead.
+    """
+
+    @jax.custom_vjp
+    def call(*arguments: Any) -> Any:
+        return f(*arguments)
+
+    def forward(*arguments: Any) -> tuple[Any, Any]:
+        return jax.vjp(f, *arguments)
+
+    def backward(pull: Any, g: Any) -> Any:
+        pull, g = lax.optimization_barrier((pull, g))
+        return pull(g)
+
+    call.defvjp(forward, backward)
+    return call
 
 
 def _one_after_the_other(bodies: Sequence[Body], carry: Any, layers: Tree, reverse: bool) -> tuple[Any, Tree]:

@@ -27,6 +27,7 @@ OWN = (
     "documents",
     "dropout",
     "remat",
+    "unroll_layers",
     "attention",
     "classes",
     "image",

@@ -94,6 +94,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "model.lora_targets": (text, frozen),
     "model.lora_base": (text, frozen),
     "model.remat": (text,),
+    "model.unroll_layers": (text,),
     "model.attention": (text,),
     **dict(_of_parts()),
     **{f"model.{knob}": (text, with_trait("routed", "experts"), groups_of_experts) for knob in GROUPS},

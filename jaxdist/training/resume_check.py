@@ -20,6 +20,7 @@ FREE_ON_RESUME = (
     "data.dtype",
     "data.prefetch",
     "model.remat",
+    "model.unroll_layers",
     "model.attention",
     "model.capacity_factor",
     "train.deterministic",

@@ -156,7 +156,7 @@ def train(
     crossing = Compressed(compression, shape["replica"]) if compression else None
     step = Step(forward, optimizer, max_norm=max_norm, keep=keep, crossing=crossing, scales=bool(scales))
     step.spike = 6.0 if usual else 0.0
-    initial = weights(model.model_copy(update={"remat": "none"}))
+    initial = weights(model.model_copy(update={"remat": "none", "unroll_layers": False}))
     with jax.set_mesh(devices):
         dtypes = jax.tree.map(lambda a: param_dtype if a.dtype == jnp.float32 else a.dtype, initial)
         params = jax.tree.map(lambda a, to: jax.device_put(a.astype(to), replicated(devices)), initial, dtypes)

@@ -57,6 +57,14 @@ ROWS = {
     "adapters": ("adapters", "data=2,model=2", dict(stage=3)),
     "adapters and stages": ("adapters", "pipeline=2", stages("zb-u")),
     "documents": ("llama", "data=2,model=2", dict(apart=True)),
+    "unrolled": ("llama", "model=2", dict(accumulation=2, unroll=True)),
+    "unrolled, ZeRO 2, remat dots": ("gpt", "data=2", dict(stage=2, remat="dots", unroll=True)),
+    "unrolled, ZeRO 3, remat block": (
+        "llama",
+        "data=2,model=2",
+        dict(stage=3, remat="block", sequence=True, unroll=True),
+    ),
+    "unrolled experts": ("experts", "data=2,expert=2", dict(stage=3, accumulation=4, unroll=True)),
 }
 """(model, mesh, options)."""
 
@@ -71,6 +79,7 @@ def one_device(model: str, apart: bool) -> cases.Outcome:
 @pytest.mark.parametrize("row", ROWS)
 def test_equals_one_device(row):
     name, mesh, options = ROWS[row]
-    model = MODELS[name].model_copy(update={"remat": options.get("remat", "none")})
-    layout = {option: value for option, value in options.items() if option != "remat"}
+    of_model = {"remat": options.get("remat", "none"), "unroll_layers": options.get("unroll", False)}
+    model = MODELS[name].model_copy(update=of_model)
+    layout = {option: value for option, value in options.items() if option not in ("remat", "unroll")}
     cases.assert_equal(cases.train(mesh, model=model, **layout), one_device(name, options.get("apart", False)))

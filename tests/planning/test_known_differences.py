@@ -167,6 +167,18 @@ def test_stages_of_one_layer_may_gather_the_stream_less_often():
     assert faked(deeper, jax="0.12.0.1", gpu="h100", less={gathers: saved}).unknown != []
 
 
+def test_the_weights_of_an_unrolled_layer_may_be_gathered_once_on_cpus():
+    gathers = ("data",), "all-gather"
+    unrolled = asked("4x1x1", SIZES.model_copy(update={"unroll_layers": True}), zero=3)
+    layers = [one for one in faked(unrolled).transfers if one.what == "weights of layers"]
+    once = sum(one.elements // 2 for one in layers if one.calls % 2 == 0)
+    assert once > 0
+    assert faked(unrolled, less={gathers: once}).known.keys() == {gathers}
+    assert faked(unrolled, less={gathers: once - 4}).unknown != []
+    assert faked(unrolled, gpu="h100", less={gathers: once}).unknown != []
+    assert faked(asked("4x1x1", zero=3), less={gathers: once}).unknown != []
+
+
 def test_what_is_not_predicted_is_known():
     """A classifier with dropout: there is no prediction that could fail."""
     config = load("cnn_digits", {"mesh": "2x1x1", "model.dropout": "0.3", "precision": "float32"})

@@ -57,6 +57,10 @@ MISTAKES = {
         "--mesh 1x1x2 --model.remat offload",
         [("remat is offload, but a pipeline (mesh 1x1x2) holds", "stage or block")],
     ),
+    "layers without a loop": Wrong(
+        "--mesh 1x1x2 --model.unroll-layers true",
+        [("model.unroll_layers is true, but the stages of a pipeline (mesh 1x1x2) loop", "leave it out")],
+    ),
     "moments in the host's memory": Wrong(
         "--mesh 1x1x2 --pipeline.schedule pipedream --optimizer.clip 0 --parallel.offload optimizer",
         [

@@ -89,7 +89,7 @@ def test_a_run_may_go_on_with_another_split():
 
 FREE = """
 mesh run_dir resume data.path data.validation_path data.changed data.on_error data.dtype data.prefetch data.skip
-model.remat model.attention model.capacity_factor train.accumulation train.deterministic train.spike
+model.remat model.unroll_layers model.attention model.capacity_factor train.accumulation train.deterministic train.spike
 train.max_raised
 parallel.* pipeline.*
 validation.* checkpoint.* log.* sample.* profile.* cluster.* fault.*

@@ -105,6 +105,16 @@ def _waiting(split: Split) -> Iterator[str]:
         )
 
 
+@fit("model.unroll_layers")
+def _unrolled(split: Split) -> Iterator[str]:
+    config = split.config
+    if split.pipelined and config.model.unroll_layers:
+        yield (
+            f"model.unroll_layers is true, but the stages of a pipeline (mesh {config.mesh}) loop over their layers; "
+            f"leave it out"
+        )
+
+
 @fit("model.family", "model.layers", "model.dense_layers", "pipeline.schedule", "pipeline.virtual_stages")
 def _layers(split: Split) -> Iterator[str]:
     config = split.config

@@ -37,6 +37,8 @@ class ForwardOptions:
     """Compute dtype of the model."""
     remat: str = "none"
     """What is recomputed, as in `config.model.remat`."""
+    unroll: bool = False
+    """Whether layers are written out one after the other, as in `config.model.unroll_layers`."""
     dropout: bool = False
     seed: int = 0
     """Seed of dropout."""
@@ -49,7 +51,8 @@ class ForwardOptions:
         objective: Objective = CROSS_ENTROPY
         if config.train.learns_pairs:
             objective = Preferences(loss_of(config.train))
-        return cls(dtype, config.model.remat, config.model.drops, config.train.seed, objective)
+        model = config.model
+        return cls(dtype, model.remat, model.unroll_layers, model.drops, config.train.seed, objective)
 
 
 PLAIN = ForwardOptions()

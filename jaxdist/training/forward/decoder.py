@@ -20,8 +20,9 @@ from jaxdist.models import Model, Params, Stack
 from jaxdist.models.decoder import Aux
 from jaxdist.models.inputs import NO_INPUTS, BlockInputs
 from jaxdist.parallel import periods, placing
+from jaxdist.parallel.partial_trees import joined
 from jaxdist.parallel.pipeline.stages import BLOCKS
-from jaxdist.parallel.placement import Placements
+from jaxdist.parallel.placement import Placements, differentiated
 from jaxdist.parallel.sink import in_use
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.sharding import LAYERS, Layout, Tree
@@ -38,9 +39,6 @@ class DecoderForward(AccumulatingForward[Model]):
     A batch holds `tokens` [k, B, S], `labels` [k, B, S] (negative: does not count), `rows` [k, B] (global row) and,
     where documents are kept apart, `starts` [k, B, S] (see `models.attention`).
     """
-
-    unroll = False
-    """Whether the layers are written out one after the other, in place of one program that loops over them."""
 
     def __init__(
         self,
@@ -63,6 +61,8 @@ class DecoderForward(AccumulatingForward[Model]):
         self.objective = options.objective
         self.stage = zero.stage
         self.inside = inside
+        self.unroll = options.unroll
+        """Whether the layers are written out one after the other, in place of one program that loops over them."""
         self.vocabulary = Vocabulary(layout, model.vocab)
         self.abstract = self.vocabulary.abstract(model.abstract)
         self.places = placing.placements(layout, model.axes, self.abstract, zero)
@@ -171,6 +171,9 @@ class DecoderForward(AccumulatingForward[Model]):
         ) -> tuple[Float[Array, "k B s D"], Aux]:
             index, w, sinks = layer
             x = checkpoint_name(x, INPUT)
+            # A sink takes the gradient of its weight. Unrolled layers would compute one of each that has none.
+            learning = {} if sinks else differentiated(places, w)
+            w = joined(jax.tree.map(jax.lax.stop_gradient, w), learning)
             w = in_use(places, w, sinks, self.stage)
 
             # Weights are cast inside the loop over micro-batches, so that their gradients are added in f32.
