@@ -132,7 +132,13 @@ def averaging(synchronous: Trained, trained: Mapping[int, Trained], path: Path) 
         curves.plot(*_smooth(one.losses), color=colour, label=name)
         cost.plot(one.bytes / steps, byte_model.validation_loss(one.mean), "o", color=colour, label=name)
     curves.set(xlabel="step", ylabel="nats per byte", title="loss of the replicas on their own rows")
-    cost.set(xscale="log", xlabel="bytes sent per replica and step", title="held-out loss of the mean of the weights")
+    cost.set(
+        xscale="log",
+        xlabel="bytes sent per replica and step",
+        ylabel="nats per byte",
+        title="held-out loss of the mean of the weights",
+    )
+    cost.ticklabel_format(axis="y", useOffset=False)
     cost.legend(fontsize=8)
     write_picture(path, figure, dpi=DPI)
 
@@ -143,7 +149,9 @@ def late(trained: Mapping[str, Sequence[Trained]], rates: Sequence[float], path:
     for at, (axes, rate) in enumerate(zip(figure.subplots(1, len(rates), sharey=True), rates, strict=True)):
         for (name, of), colour in zip(trained.items(), (BLACK, BLUE, RED), strict=False):
             axes.plot(*_smooth(of[at].losses), color=colour, label=name)
-        axes.set(xlabel="step", title=f"SGD at {rate:g}: loss of the replicas, nats per byte")
+        axes.set(
+            xlabel="step", ylabel="nats per byte", title=f"SGD at {rate:g}: loss of the replicas on their own rows"
+        )
         axes.legend(fontsize=8)
     write_picture(path, figure, dpi=DPI)
 
@@ -158,8 +166,9 @@ def bytes_and_loss(trained: Mapping[str, Trained], path: Path) -> None:
         sent = one.bytes / len(one.losses) / elements
         cost.plot(sent, byte_model.validation_loss(one.mean), "o", color=colour, label=name)
     curves.set(xlabel="step", ylabel="nats per byte", title="loss of the replicas on their own rows")
-    cost.set(xscale="log", xlabel="bytes sent per element and step", title="held-out loss")
+    cost.set(xscale="log", xlabel="bytes sent per element and step", ylabel="nats per byte", title="held-out loss")
     # The curves of rules that lose little lie on each other; the points do not.
+    cost.ticklabel_format(axis="y", useOffset=False)
     cost.legend(fontsize=8)
     write_picture(path, figure, dpi=DPI)
 
