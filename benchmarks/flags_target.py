@@ -2,26 +2,30 @@
 
     python benchmarks/flags_target.py [--out RESULTS.txt] [CASE ...] [--only 'VARIANT+VARIANT']
 
-Each variant is compiled in a process of its own. For the axes that are sent over, the bytes of one device in a step, by
-what runs beside them: matrix products / smaller kernels / nothing; what copies and transposes read and write; how many
-products there are; and what the program holds. Which options jaxdist sets is chosen by these numbers
-(`jaxdist/cluster/xla_options.py`).
+Each case is lowered once, and compiled for each variant. First stands the time of the step as `roofline.py` models it,
+with the part in which the device waits for collectives, and the part that copies into and out of stacks take: by this
+time the options are chosen that jaxdist sets (`jaxdist/cluster/xla_options.py`). Then, for the axes that are sent over,
+the bytes of one device in a step, by what runs beside them: matrix products / smaller kernels / nothing; what copies
+and transposes read and write; how many products there are; and what the program holds.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
-from collections.abc import Sequence
+import time
 from pathlib import Path
 
 import jax
+import roofline
+from jax.sharding import AbstractMesh
 
 from jaxdist.cluster import xla_options
-from jaxdist.config import Config
-from jaxdist.explain import explain
+from jaxdist.mesh import abstract_mesh, devices_asked, parse_mesh
 from jaxdist.output.units import size
+from jaxdist.programs import target
+from jaxdist.programs.compiled import memory_of, text_of
+from jaxdist.programs.hlo import collectives
+from jaxdist.programs.kernels import kernels
 from jaxdist.programs.overlap import by_axes
 from jaxdist.request import load
 from jaxdist.training import run
@@ -39,6 +43,7 @@ CASES = {
     ),
     "tensor": ("llama_8b", {"mesh": "4x2x1", "parallel.sequence": "true"}),
     "1b": ("llama_1b", {"mesh": "8x1x1", "train.global_batch_size": "64"}),
+    "1b hosts": ("llama_1b", {"mesh": "64x1x1", "train.global_batch_size": "512"}),
     "small": ("llama_1b", {"mesh": "8x1x1", "model.remat": "block", "model.sequence": "2048"}),
     "zero2": ("llama_1b", {"mesh": "8x1x1", "model.remat": "block", "model.sequence": "2048", "parallel.zero": "2"}),
 }
@@ -47,60 +52,72 @@ CASES = {
 COMMON = {"precision": "bfloat16", "train.global_batch_size": "8", "parallel.zero": "3"}
 """A row or two for each device, so that the step fits: where memory is short, XLA lets nothing run beside anything."""
 
-SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler"
-GATHER, SCATTER, REDUCE = (
-    f"--xla_gpu_enable_pipelined_{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce")
-)
-DOUBLE = "--xla_gpu_enable_while_loop_unrolling=WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"
-COMBINE = " ".join(f"--xla_gpu_{kind}_combine_threshold_bytes=1000000000" for kind in ("all_gather", "reduce_scatter"))
-VARIANTS = {
+SERIES = xla_options.series()
+GATHER, SCATTER = "xla_gpu_enable_pipelined_all_gather", "xla_gpu_enable_pipelined_reduce_scatter"
+ON: bool | str = True
+OFF: bool | str = False
+if SERIES != "0.10":
+    GATHER, SCATTER = "xla_gpu_pipeline_all_gather", "xla_gpu_pipeline_reduce_scatter"
+    ON, OFF = f"{xla_options.MODE}ON", f"{xla_options.MODE}OFF"
+
+Options = dict[str, bool | str | int]
+VARIANTS: dict[str, Options] = {
     "as it comes": {},
-    "no scheduler": {SCHEDULER: "false"},
-    "scheduler": {SCHEDULER: "true"},
-    "gather": {GATHER: "true"},
-    "scatter": {SCATTER: "true"},
-    "no scatter": {SCATTER: "false"},
-    "gather, no scatter": {GATHER: "true", SCATTER: "false"},
-    "gather, scatter": {GATHER: "true", SCATTER: "true"},
-    "scheduler, gather, scatter": {SCHEDULER: "true", GATHER: "true", SCATTER: "true"},
-    "reduce": {REDUCE: "true"},
-    "double buffer": {DOUBLE: ""},
-    "combined": {COMBINE: ""},
+    "no scatter": {SCATTER: OFF},
+    "gather": {GATHER: ON},
+    "gather, no scatter": {GATHER: ON, SCATTER: OFF},
+    "scatter": {SCATTER: ON},
+    "gather, scatter": {GATHER: ON, SCATTER: ON},
+    "scheduler": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    "no scheduler": {"xla_gpu_enable_latency_hiding_scheduler": False},
+    "double buffer": {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"},
+    "combined": {f"xla_gpu_{kind}_combine_threshold_bytes": 10**9 for kind in ("all_gather", "reduce_scatter")},
 }
-"""What is asked for in XLA_FLAGS. What is not asked for stays as XLA has it, which is not the same as `false`: jaxlib
-0.11 and 0.12 schedule otherwise where the scheduler is off, on, or not named."""
+"""What is asked for. What is not asked for stays as XLA has it, which is not the same as `false`: jaxlib 0.11 and 0.12
+schedule otherwise where the scheduler is off, on, or not named."""
+
+FIRST = 4
+"""Variants that are compiled unless others are asked for."""
 
 
-def plain_step(config: Config, devices: Sequence[jax.Device]) -> jax.stages.Lowered:
-    """The train step, without jaxdist's own options. For the process that compiles."""
-    xla_options.OPTIONS.clear()
-    return run.lower_step(config, devices)
+def lower(name: str, overrides: dict[str, str]) -> tuple[jax.stages.Lowered, AbstractMesh]:
+    """Lower the train step, without jaxdist's own options. Also return its mesh."""
+    config = load(name, {**COMMON, **overrides})
+    shape = parse_mesh(config.mesh)
+    devices = target.devices(TARGET, devices_asked(shape))
+    config = config.with_precision(cpu=False, capability=target.gpu_of(TARGET).capability)
+    return run.lower_step(config, devices), abstract_mesh(shape)
 
 
-def measured(name: str, overrides: dict[str, str], variant: str) -> str:
-    """A line."""
-    os.environ["XLA_FLAGS"] = " ".join(f"{name}={value}".rstrip("=") for name, value in VARIANTS[variant].items())
+def measured(step: jax.stages.Lowered, mesh: AbstractMesh, variant: str) -> str:
+    """Compile a variant, and return its line."""
+    start = time.perf_counter()
     try:
-        report = explain(load(name, {**COMMON, **overrides}), TARGET)
-    except RuntimeError as error:
-        return f"    {variant:<27} died: {str(error)[-150:]!r}"
-    sent = by_axes(report.collectives)
+        program = step.compile(compiler_options=dict(VARIANTS[variant]))
+    except jax.errors.JaxRuntimeError as error:
+        return f"    {variant:<19} died: {str(error)[-150:]!r}"
+    took = time.perf_counter() - start
+    text = text_of(program)
+    sent = by_axes(collectives(text, mesh))
     parts = [
         f"{axes} {size(one.products)} / {size(one.kernels)} / {size(one.exposed)}"
         for axes, one in sent.items()
         if one.total >= 2**20
     ]
-    kernels, program = report.kernels, report.program
-    copies = f"copies {kernels.copied / kernels.bytes:.1%} of {size(kernels.bytes)}"
-    products = f"{sum(kernels.products.values())} products"
-    temporaries = f"temporaries {size(program.temporary_bytes)}, compiled in {program.compile_seconds:.0f} s"
-    return f"    {variant:<27} {', '.join(parts)}; {copies}; {products}; {temporaries}"
+    modelled = roofline.Roofline(text, mesh).time
+    exposed, stacks = (1e3 * modelled.by_kind[kind] for kind in (roofline.EXPOSED, roofline.STACKS))
+    total = f"{1e3 * modelled.total:.1f} ms, exposed {exposed:.1f}, stacks {stacks:.1f}"
+    found = kernels(text)
+    copies = f"copies {found.copied / found.bytes:.1%} of {size(found.bytes)}"
+    products = f"{sum(found.products.values())} products"
+    temporaries = f"temporaries {size(memory_of(program).temp_size_in_bytes)}, compiled in {took:.0f} s"
+    return f"    {variant:<19} {total}; {', '.join(parts)}; {copies}; {products}; {temporaries}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; all by default")
-    parser.add_argument("--only", default="", help="variants, with + between them")
+    parser.add_argument("--only", default="", help="variants, with + between them; the first four by default")
     parser.add_argument("--out", type=Path, help="add the lines to this file too")
     asked = parser.parse_args()
 
@@ -110,16 +127,16 @@ def main() -> None:
             with asked.out.open("a") as file:
                 file.write(line + "\n")
 
-    run.lower_step = importlib.import_module(
-        "flags_target"
-    ).plain_step  # not of `__main__`, which no other could import
+    # The CUDA plug-in by itself would look for a GPU, and fail.
+    jax.config.update("jax_platforms", "cpu")
+    xla_options.OPTIONS.clear()
     for case in asked.cases or CASES:
         name, overrides = CASES[case]
-        tell(
-            f"jax {jax.__version__}, {case}: {name} " + " ".join(f"{k}={v}" for k, v in {**COMMON, **overrides}.items())
-        )
-        for variant in asked.only.split("+") if asked.only else VARIANTS:
-            tell(measured(name, overrides, variant))
+        knobs = " ".join(f"{knob}={value}" for knob, value in {**COMMON, **overrides}.items())
+        tell(f"jax {jax.__version__}, {case}: {name} {knobs}")
+        step, mesh = lower(name, overrides)
+        for variant in asked.only.split("+") if asked.only else list(VARIANTS)[:FIRST]:
+            tell(measured(step, mesh, variant))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ import secrets
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax._src import xla_bridge
@@ -32,8 +32,7 @@ class Option:
 
     name: str
     reason: str
-    """What it does to the schedule of Llama 8B with ZeRO 3 on H100s, where a device sends 50.6 GiB per step on 8 GPUs,
-    and 57.0 GiB on 64: benchmarks/results/2026-11-23-flags-target.txt."""
+    """What it does to a step."""
     value: bool | str | int = True
     also: str = ""
     """Another name of the same option in XLA_FLAGS."""
@@ -42,19 +41,11 @@ class Option:
 MODE = "COLLECTIVE_PIPELINING_MODE_"
 """Prefix of the values of options that used to be boolean; XLA_FLAGS spells them without it, in lower case."""
 
-NO_SCATTER = Option(
-    "xla_gpu_enable_pipelined_reduce_scatter",
-    "with XLA's default, each layer's gradients are reduced in the next iteration of the loop, and are copied for "
-    "that: on 8 GPUs without remat, copies and transposes are 9.1 % of all bytes with 0.10.2 and 5.4 % with 0.12.0.1, "
-    "and 0.0 and 1.4 % with this option; exposed communication falls from 2.0 to 1.7 GiB and from 2.9 to 2.6 GiB",
-    False,
-    also="xla_gpu_pipeline_reduce_scatter",
-)
-NO_SCATTER_NOW = replace(NO_SCATTER, name=NO_SCATTER.also, value=f"{MODE}OFF", also=NO_SCATTER.name)
 GATHER = Option(
     "xla_gpu_pipeline_all_gather",
-    "a layer is gathered while the one before it computes: on 64 GPUs, 47.6 GiB instead of 20.7 overlap matmuls and "
-    "0.8 instead of 6.8 are exposed (0.12.0.1); the price is 22 % copies, more than it saves within a host",
+    "a layer is gathered while the one before it computes: Llama 8B with ZeRO 3 takes 898 ms on 64 H100s, not 964, "
+    "of which 64 instead of 171 are exposed communication, and 47 instead of 6 copies (0.12.0.1). Inside a host the "
+    "copies cost more than is saved",
     f"{MODE}ON",
     also="xla_gpu_enable_pipelined_all_gather",
 )
@@ -85,27 +76,19 @@ FLOAT8 = Option(
 """Of runs in fp8 alone, also on one GPU and with every jaxlib."""
 
 
-class Choice(NamedTuple):
-    """The options for one series of jaxlib, three at most, by where the axes of ZeRO go.
+OPTIONS: dict[str, tuple[Option, ...]] = {"0.10": (), "0.11": (GATHER,), "0.12": (GATHER,)}
+"""Options by series of jaxlib, three at most, of steps in which an axis of ZeRO spans hosts.
 
-    An H100's memory copies nine bytes in the time in which NVLink carries one, so that copies soon cost more than the
-    overlap saves. A single network card is eight times slower than NVLink: there, overlap with matmuls is worth its
-    copies. Whether it still is where all cards of a host carry one group is not known (docs/status.md).
-    """
+Inside a host all get none. By the time that is modelled from the program of Llama 8B with ZeRO 3 for 8 H100s, XLA's
+defaults take 856 ms with 0.10.2 and 824 with 0.12.0.1. Layers that are gathered ahead take 846 and 845: with 0.12 their
+copies cost more than they save, and with 0.10 Llama 1B takes longer (483 ms, not 481) and needs 1.1 GiB more.
+Reductions that stay in their turn of the loop, as jaxdist asked for once, take 876 with both. Across 8 hosts 0.10
+takes 903 ms by default and 920 with layers gathered ahead. Of 0.11 only bytes were compared, which are like those of
+0.12. All numbers: benchmarks/results/2026-11-29-flags-target.txt.
 
-    within: tuple[Option, ...]
-    """For axes of ZeRO inside hosts."""
-    across: tuple[Option, ...]
-    """For axes of ZeRO of which one spans hosts."""
-
-
-OPTIONS = {
-    "0.10": Choice((NO_SCATTER,), ()),
-    "0.11": Choice((NO_SCATTER_NOW,), (GATHER,)),
-    "0.12": Choice((NO_SCATTER_NOW,), (GATHER,)),
-}
-"""Options by series of jaxlib. Other series get none, because a name that jaxlib does not know would end the
-compilation. One GPU gets none either: docs/status.md says what was measured."""
+Other series get none, because a name that jaxlib does not know would end the compilation. One GPU gets none either:
+docs/status.md says what was measured.
+"""
 
 
 def series() -> str:
@@ -125,8 +108,8 @@ def options(
     """Return `jax.jit(compiler_options=...)` of a step on `devices` devices; options in XLA_FLAGS are left out.
 
     `several` says whether the step may have several collectives under way at once, for which there is an option of its
-    own. `across` says whether an axis over which ZeRO shards spans hosts. With `sequence` parallelism too there are no
-    others then: XLA would also gather a layer's activations ahead, and repeat their matmuls: 2,840 of them instead of
+    own. `across` says whether an axis over which ZeRO shards spans hosts, which has options unless there is `sequence`
+    parallelism: XLA would also gather a layer's activations ahead, and repeat their matmuls: 2,840 of them instead of
     1,944 for Llama 8B on 128 H100s, and 750 GiB of memory traffic instead of 542 (0.11.2). `deterministic` says whether
     each run of the program is to compute the same bits, `float8` whether matmuls are in fp8.
     """
@@ -134,10 +117,8 @@ def options(
         return {}
     chosen: tuple[Option, ...] = ()
     if devices > 1 and series() in OPTIONS:
-        choice = OPTIONS[series()]
-        chosen = choice.across if across else choice.within
-        if across and sequence:
-            chosen = ()
+        if across and not sequence:
+            chosen = OPTIONS[series()]
         if several:
             chosen = (*chosen, OVERLAP)
     if deterministic:

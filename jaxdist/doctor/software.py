@@ -187,12 +187,14 @@ def options(here: Here) -> Iterator[Finding]:
     """Report the compiler options of a step on several GPUs. Needs JAX."""
     from jaxdist.cluster import xla_options
 
-    within = xla_options.as_flags(xla_options.options("gpu", 2, across=False)) or "no options"
-    across = xla_options.as_flags(xla_options.options("gpu", 2, across=True)) or "no options"
+    across = xla_options.as_flags(xla_options.options("gpu", 2, across=True))
     if xla_options.series() in xla_options.OPTIONS:
-        yield ok("compiler", f"a step on several GPUs is compiled with {within}; data across hosts, with {across}")
+        text = "a step on several GPUs is compiled with no options"
+        if across:
+            text += f"; data across hosts, with {across}"
+        yield ok("compiler", text)
         return
-    text = f"no options are known for jaxlib {installed('jaxlib')}, and XLA's defaults overlap little communication"
+    text = f"no options are known for jaxlib {installed('jaxlib')}; how much its defaults overlap is not known either"
     if here.gpus:
         yield warning("compiler", text, "use jax " + ", ".join(xla_options.OPTIONS))
     else:

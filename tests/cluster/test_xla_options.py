@@ -1,6 +1,5 @@
 """What is asked of XLA for GPUs: known to the version that is here, after what the user has set, and not on a CPU."""
 
-import itertools
 import json
 import os
 import re
@@ -66,7 +65,7 @@ def test_this_jaxlib_knows_every_option():
 def test_the_lists():
     assert set(xla_options.OPTIONS) == {"0.10", "0.11", "0.12"}
     assert version("jaxlib").startswith(xla_options.series() + ".")
-    for found in itertools.chain(*xla_options.OPTIONS.values()):
+    for found in xla_options.OPTIONS.values():
         assert len(found) <= 3
         assert len({one.name for one in found}) == len(found)
         assert all(re.fullmatch(r"xla_gpu_\w+", one.name) and one.reason for one in found)
@@ -77,11 +76,10 @@ def test_a_version_that_is_not_listed_gets_none(monkeypatch):
     assert xla_options.options("gpu", 2, across=False) == xla_options.options("gpu", 2, across=True) == {}
 
 
-def test_only_steps_for_several_gpus_have_options():
-    within, across = xla_options.OPTIONS[xla_options.series()]
-    assert set(xla_options.options("gpu", 8, across=False)) == {one.name for one in within}
-    assert set(xla_options.options("gpu", 8, across=True)) == {one.name for one in across}
-    assert xla_options.options("gpu", 1, across=False) == xla_options.options("cpu", 8, across=True) == {}
+def test_only_steps_for_several_gpus_have_options(monkeypatch):
+    monkeypatch.setattr(xla_options, "OPTIONS", {xla_options.series(): (xla_options.GATHER,)})
+    assert set(xla_options.options("gpu", 8, across=True)) == {xla_options.GATHER.name}
+    assert xla_options.options("gpu", 1, across=True) == xla_options.options("cpu", 8, across=True) == {}
 
 
 def test_a_deterministic_step_has_its_option_on_one_gpu_too(monkeypatch):
@@ -135,7 +133,7 @@ def test_the_initial_state_is_compiled_with_little_optimization_on_a_cpu_alone(m
 def test_layers_are_gathered_ahead_where_data_goes_from_host_to_host(monkeypatch, text, sequence, ahead):
     """Four devices in each. Replicas and stages are outermost, and may be across hosts where data is not. With sequence
     parallelism they are not, because activations would be too."""
-    monkeypatch.setattr(xla_options, "OPTIONS", {xla_options.series(): xla_options.Choice((), (xla_options.GATHER,))})
+    monkeypatch.setattr(xla_options, "OPTIONS", {xla_options.series(): (xla_options.GATHER,)})
     there = lambda number: SimpleNamespace(platform="gpu", process_index=number // 4)
     shape = abstract_mesh(parse_mesh(text))
     devices = np.array([there(number) for number in range(shape.size)]).reshape(tuple(shape.shape.values()))
@@ -145,18 +143,13 @@ def test_layers_are_gathered_ahead_where_data_goes_from_host_to_host(monkeypatch
 
 @pytest.mark.parametrize("form", ["--{}=false", "--xla_dump_to=/tmp/x --{}", "file"])
 def test_what_xla_flags_name_is_left_to_them(form, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        xla_options,
-        "OPTIONS",
-        {xla_options.series(): xla_options.Choice((xla_options.NO_SCATTER,), (xla_options.GATHER,))},
-    )
-    for across, one in ((False, xla_options.NO_SCATTER), (True, xla_options.GATHER)):
-        monkeypatch.delenv("XLA_FLAGS", raising=False)
-        assert set(xla_options.options("gpu", 2, across)) == {one.name}
-        for name in (one.name, one.also):
-            (tmp_path / "flags").write_text(f"--{name}=false")
-            monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags") if form == "file" else form.format(name))
-            assert xla_options.options("gpu", 2, across) == {}
+    one = xla_options.GATHER
+    monkeypatch.setattr(xla_options, "OPTIONS", {xla_options.series(): (one,)})
+    assert set(xla_options.options("gpu", 2, across=True)) == {one.name}
+    for name in (one.name, one.also):
+        (tmp_path / "flags").write_text(f"--{name}=false")
+        monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags") if form == "file" else form.format(name))
+        assert xla_options.options("gpu", 2, across=True) == {}
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,9 @@ MEMORY = [
 
 
 def test_options_of_the_compiler(monkeypatch):
-    (name, *_), this = xla_options.options("gpu", 2, across=False), here()
-    assert f"compiled with {name}=" in found(software.options, OK, this)
+    name, this = xla_options.GATHER.name, here()
+    monkeypatch.setattr(xla_options, "OPTIONS", {xla_options.series(): (xla_options.GATHER,)})
+    assert f"data across hosts, with {name}=on" in found(software.options, OK, this)
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=false")
     assert name not in found(software.options, OK, this)
     monkeypatch.setattr(xla_options, "OPTIONS", {"0.9": ()})
