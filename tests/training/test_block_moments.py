@@ -17,7 +17,7 @@ from jaxdist.planning import memory
 from jaxdist.request import load
 from jaxdist.training.forward.block_moments import FIRST, SQUARES, Blocks, InBlocks, packed, unpacked
 from jaxdist.training.forward.optimizer import optimizer
-from jaxdist.training.forward.rounded_moments import _seed, kept_as
+from jaxdist.training.forward.rounded_moments import _seed, kept_as, random_bits
 from jaxdist.training.run import Run
 from tests.communication.steps import config as config_of
 from tests.memory.test_prediction import own_bytes
@@ -37,7 +37,7 @@ NUMBERS = (RNG.normal(size=(3, 8, 512)) * np.exp(2 * RNG.normal(size=(3, 8, 512)
 
 
 def codes(a, power: int, count: int = 0) -> Blocks:
-    return jax.jit(lambda a: packed(a, power, _seed(jnp.asarray(count), 0)))(a)
+    return jax.jit(lambda a: packed(a, power, random_bits(a, _seed(jnp.asarray(count), 0))))(a)
 
 
 @pytest.mark.parametrize(("power", "numbers"), [(FIRST, NUMBERS), (SQUARES, NUMBERS**2)], ids=["first", "squares"])

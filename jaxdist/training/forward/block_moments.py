@@ -21,7 +21,6 @@ from jaxdist.models import Params
 from jaxdist.optimizers.blocks import BLOCK, has_blocks
 from jaxdist.optimizers.rule import UpdateRule
 from jaxdist.sharding import named
-from jaxdist.training.forward.rounded_moments import Kept, random_bits
 
 CODES = 127
 """The largest code."""
@@ -38,7 +37,7 @@ class Blocks(NamedTuple):
     """The largest absolute number of each block."""
 
 
-class InBlocks(Kept):
+class InBlocks:
     """Moments of matrices in blocks of codes, and of other parameters in f32."""
 
     def __init__(self, rule: UpdateRule, roles: Params):
@@ -46,11 +45,11 @@ class InBlocks(Kept):
         self.squares = rule.squares
         self.roles = named(roles)
 
-    def narrow(self, a: Array, field: str, parameter: str, seed: UInt32[Array, ""]) -> Array | Blocks:
+    def narrow(self, a: Array, field: str, parameter: str, bits: UInt32[Array, "..."]) -> Array | Blocks:
         """Return the codes of a moment; its numbers where the parameter has no blocks."""
         if not has_blocks(self.roles[parameter], a.shape[-1]):
             return a
-        return packed(a, SQUARES if field in self.squares else FIRST, seed)
+        return packed(a, SQUARES if field in self.squares else FIRST, bits)
 
     def wide(self, kept: Array | Blocks, field: str) -> Array:
         """Return a moment in f32."""
@@ -63,14 +62,14 @@ class InBlocks(Kept):
         return isinstance(node, Blocks)
 
 
-def packed(a: Float32[Array, "... n"], power: int, seed: UInt32[Array, ""]) -> Blocks:
-    """Return the codes of `a`, whose mean over seeds is `a`; of squares, none below the smallest code but zero."""
+def packed(a: Float32[Array, "... n"], power: int, bits: UInt32[Array, "... n"]) -> Blocks:
+    """Return the codes of `a`, whose mean over random bits is `a`; squares above zero have codes above zero."""
     scales = _on_device(_largest, jnp.abs(a))
     share = jnp.abs(a) / _spread(jnp.where(scales == 0, 1, scales), a)
     place = CODES * _root(share, power)
     low = jnp.clip(jnp.floor(place), 0, CODES - 1)
     above = (CODES**power * share - low**power) / ((low + 1) ** power - low**power)
-    up = (random_bits(a, seed) >> 8).astype(jnp.float32) * 2.0**-24 < above
+    up = (bits >> 8).astype(jnp.float32) * 2.0**-24 < above
     codes = low + up
     if power == SQUARES:
         codes = jnp.where(a > 0, jnp.maximum(codes, 1), codes)

@@ -20,8 +20,11 @@ from jaxtyping import Array, BFloat16, Float, Float32, UInt32
 class Kept(Protocol):
     """How moments are kept between steps."""
 
-    def narrow(self, a: Array, field: str, parameter: str, seed: UInt32[Array, ""]) -> Any:
-        """Return what is kept of a moment, which is a field of the state and belongs to a parameter."""
+    def narrow(self, a: Array, field: str, parameter: str, bits: UInt32[Array, "..."]) -> Any:
+        """Return what is kept of a moment, which is a field of the state and belongs to a parameter.
+
+        Each of its numbers has 32 random bits.
+        """
 
     def wide(self, kept: Any, field: str) -> Array:
         """Return the moment in f32."""
@@ -33,9 +36,9 @@ class Kept(Protocol):
 class Rounded:
     """Moments in bfloat16."""
 
-    def narrow(self, a: Array, field: str, parameter: str, seed: UInt32[Array, ""]) -> Array:
+    def narrow(self, a: Array, field: str, parameter: str, bits: UInt32[Array, "..."]) -> Array:
         """Return a moment, rounded stochastically."""
-        return stochastic(a, seed)
+        return _cut(a, bits)
 
     def wide(self, kept: Array, field: str) -> Array:
         """Return a moment in f32."""
@@ -62,7 +65,8 @@ def kept_as(
             field = _field(path, moments)
             if not field:
                 return a
-            return kept.narrow(a, field, ".".join(_keys(path)), _seed(count, next(numbers)))
+            bits = random_bits(a, _seed(count, next(numbers)))
+            return kept.narrow(a, field, ".".join(_keys(path)), bits)
 
         return jax.tree.map_with_path(narrow, state)
 
@@ -92,8 +96,13 @@ def rounded(rule: optax.GradientTransformation, moments: tuple[str, ...]) -> opt
 
 def stochastic(a: Float32[Array, "..."], seed: UInt32[Array, ""]) -> BFloat16[Array, "..."]:
     """Round each number to a neighbour in bfloat16, so that the mean over seeds is the number itself."""
+    return _cut(a, random_bits(a, seed))
+
+
+def _cut(a: Float32[Array, "..."], bits: UInt32[Array, "..."]) -> BFloat16[Array, "..."]:
+    """Round each number to a neighbour in bfloat16, by its random bits."""
     # bfloat16 is the upper half of f32: 16 random bits are added to the lower half, which is then cut off.
-    word = jax.lax.bitcast_convert_type(a, jnp.uint32) + (random_bits(a, seed) >> 16)
+    word = jax.lax.bitcast_convert_type(a, jnp.uint32) + (bits >> 16)
     cut = jax.lax.bitcast_convert_type(word & jnp.uint32(0xFFFF0000), jnp.float32)
     return cut.astype(jnp.bfloat16)
 
