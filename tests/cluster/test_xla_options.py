@@ -276,6 +276,8 @@ def test_a_second_run_on_a_cpu_reads_the_programs_of_the_first(tmp_path):
     ]
     command = [sys.executable, "-m", "jaxdist.train", "--data.path", text, *small, "--run-dir"]
     environment = {**os.environ, "JAXDIST_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    # All are kept: how long one takes to compile differs from run to run.
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
     def losses(run) -> tuple[str, list]:
         done = subprocess.run(
@@ -312,6 +314,7 @@ def test_programs_for_a_cpu_are_kept_where_they_will_be_found(tmp_path, monkeypa
         assert kept(tmp_path / "programs") == (None, [])
     assert list(tmp_path.iterdir()) == []
     assert kept(tmp_path / "programs") == (str(tmp_path / "programs"), [])
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.1
 
 
 def test_each_kind_of_machine_has_a_folder_of_its_own(monkeypatch):
