@@ -46,7 +46,7 @@ def compiled(lower: Lower, name: str | None, count: int) -> Program:
     start = time.perf_counter()
     lowered = lower(devices)
     middle = time.perf_counter()
-    program = lowered.compile()
+    program = lowered.compile(compiler_options=target.options() if name else None)
     end = time.perf_counter()
     memory = memory_of(program)
     return Program(

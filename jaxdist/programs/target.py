@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from jaxdist.config import RequestError, nearest
@@ -25,6 +27,9 @@ PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 CUDNN = (9, 12)
 """The version of cuDNN to assume: the oldest that JAX's plug-in for CUDA 13 accepts."""
+
+EMITTERS = "xla_gpu_experimental_enable_fusion_autotuner"
+"""XLA's option to compile each fusion in two forms, and to measure which is faster: most of its time where it does."""
 
 NONE_FITS = "no other setting is predicted to fit; choose a smaller model, or a GPU with more memory"
 
@@ -88,6 +93,16 @@ def devices(name: str, count: int) -> list[jax.Device]:
     # XLA compiles attention for cuDNN, whose library need not be here.
     _assume_cudnn()
     return list(description.devices)
+
+
+def options() -> dict[str, bool]:
+    """Return options for compiling for absent GPUs, but for those in XLA_FLAGS.
+
+    Nothing can be measured: what jaxlib 0.12 compiles for that alone is left out. Others have no such step.
+    """
+    if not version("jaxlib").startswith("0.12.") or EMITTERS in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    return {EMITTERS: False}
 
 
 def _assume_cudnn() -> None:

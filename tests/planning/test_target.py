@@ -13,7 +13,7 @@ from jaxdist.cluster import gpus, runtime
 from jaxdist.config import RequestError
 from jaxdist.planning.clusters import of_gpu
 from jaxdist.planning.hardware import CARDS, GPUS, peak_flops
-from jaxdist.programs import target
+from jaxdist.programs import compile_worker, target
 from jaxdist.programs.cross_compile import compile_apart
 from tests.planning import lowering
 from tests.tiers import exhaustive, thinned
@@ -174,6 +174,33 @@ def test_a_function_of_the_script_is_refused(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "product", lowering.product, raising=False)
     with pytest.raises(ValueError, match="belongs to the script that runs"):
         compile_apart(lowering.product, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("jaxlib", "flags", "wanted"),
+    [
+        ("0.12.0.1", "", {target.EMITTERS: False}),
+        ("0.12.0.1", f"--{target.EMITTERS}=true", {}),
+        ("0.10.2", "", {}),
+    ],
+)
+def test_fusions_are_not_compiled_to_be_measured(jaxlib, flags, wanted, monkeypatch):
+    monkeypatch.setattr(target, "version", {"jaxlib": jaxlib}.get)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert target.options() == wanted
+
+
+def test_the_options_reach_the_compiler_where_the_devices_are_gpus(monkeypatch):
+    class Lowered:
+        def compile(self, compiler_options=None):
+            raise ValueError(f"with {compiler_options}")
+
+    monkeypatch.setattr(target, "options", lambda: {"an option": True})
+    monkeypatch.setattr(target, "devices", lambda name, count: [])
+    monkeypatch.setattr(compile_worker, "_cpus", lambda count: [])
+    for name, told in (("h100", "with {'an option': True}"), (None, "with None")):
+        with pytest.raises(ValueError, match=told):
+            compile_worker.compiled(lambda devices: Lowered(), name, 8)
 
 
 OFTEN = ("a100", "gh200", "h100", "h200", "b200")
