@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 WINDOW = 128
 """Updates that were made last, whose losses and gradient norms say what is usual."""
 
-FEWEST = 64
+FEWEST = 48
 """Updates from which on something is usual: before, none is skipped for a spike."""
 
 LEAST_SIGMAS = 3.0
