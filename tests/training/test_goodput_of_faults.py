@@ -23,6 +23,7 @@ from jaxdist.training.goodput import goodput, keep_start, starts_of
 from jaxdist.training.meter import Meter, Reporting
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.trainer import Trainer, Validation
+from tests.tiers import exhaustive
 
 STEPS = 2000
 EVERY = 100
@@ -135,7 +136,7 @@ class World:
             self.beat, self.next_beat = beat, self.now
             log = SimpleNamespace(say=lambda line: None, progress=lambda *_: None, metrics=self.line)
             mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-            measured = Meter(Reporting(mesh, STEPS, EVERY // 10, 10, "token", 8), log, first)
+            self.meter = measured = Meter(Reporting(mesh, STEPS, EVERY // 10, 10, "token", 8), log, first)
             runner = SimpleNamespace(
                 program=None, unfinished="", compile=lambda: self.spend("compiling", 40.0), take=take,
                 drain=lambda step, state: state,
@@ -166,6 +167,8 @@ class World:
         if "loss" in values:
             self.spend("steps", WRITING)
             self.step_seconds[values["step"]] += WRITING
+            # A start that goes on between two lines has a line of fewer steps.
+            values = values | {"steps": self.meter.count}
         self.lines.append(values)
 
 
@@ -173,7 +176,7 @@ class NoProfile(nullcontext):
     before = after = lambda *_: None
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [*range(2), *exhaustive([(seed,) for seed in range(2, 200)])])
 def test_a_run_of_an_hour_and_a_half_under_faults_that_are_drawn(seed, monkeypatch, tmp_path):
     rng = random.Random(seed)
     world = World(RunFolder(tmp_path / "run"), rng)
@@ -200,15 +203,15 @@ def test_a_run_of_an_hour_and_a_half_under_faults_that_are_drawn(seed, monkeypat
         "other": 0.0,
     }
     found = goodput(starts_of(world.folder))
-    assert found.starts == starts >= 5, (starts, world.spent)
+    assert found.starts == starts > 1
     assert found.total == pytest.approx(world.now - began, abs=0.1)
     # What a process has done since its last heartbeat is not known: that alone is missing, and counts as the restart.
     off = {name: found.seconds[name] - seconds for name, seconds in truth.items()}
     assert max(map(abs, off.values())) <= min(0.01 * found.total, BEAT * starts), off
-    assert truth["lost"] > 0.02 * found.total, "much was lost"
+    assert truth["lost"] > 0, "something was lost"
     # The lines of metrics.jsonl say the same of the steps that the run has kept.
     lines = [line for line in world.lines if "loss" in line]
     assert [line["step"] for line in lines] == list(range(EVERY // 10, STEPS + 1, EVERY // 10))
-    told = sum(EVERY // 10 * (line["step_seconds"] - line["data_seconds"]) for line in lines)
-    # A start that goes on between two lines leaves a line of fewer steps.
-    assert told == pytest.approx(steps, rel=2e-3)
+    told = sum(line["steps"] * (line["step_seconds"] - line["data_seconds"]) for line in lines)
+    inside = sum(world.step_seconds[line["step"] - before] for line in lines for before in range(line["steps"]))
+    assert told == pytest.approx(inside, rel=1e-3)
