@@ -138,7 +138,7 @@ class Worker:
         self._process.stdin.write(json.dumps([words, moments]) + "\n")
         self._process.stdin.flush()
         end = time.monotonic() + limit
-        while not select.select([self._answers], [], [], 0.002)[0]:
+        while not select.select([self._answers], [], [], 0.005)[0]:
             assert time.monotonic() < end, f"it has not ended after {limit} s"
             if os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG):
                 stopped()
@@ -259,7 +259,7 @@ class Row:
 
     def kill(self, kills: int, until: float, first: Worker, others: Worker) -> None:
         """Kill it so often, or as often as it can be before `until`. AssertionError where bits differ."""
-        first.train(self.words, moments_of_first(self.rng), self._copy, 600)
+        first.train(self.words, moments_of_first(self.rng), self._copy, 900)
         wanted = self._end()
         took = 1.0
         while self.images and self.kills < kills and time.monotonic() < until:
@@ -270,7 +270,7 @@ class Row:
             half = set(step_dir.steps()) - set(step_dir.sealed()) or [*step_dir.folder.glob("*tmp*")]
             more = kills - self.kills - len(self.images) - 1
             moments = moments_of(self.rng, max(step_dir.sealed(), default=0), took, min(2, max(more, 0)))
-            took = others.train(self.words, moments, self._copy, 600 if self.kills == 0 else 120)
+            took = others.train(self.words, moments, self._copy, 900)
             self._compare(wanted)
             self.kills += 1
             self.in_a_save += bool(half)
@@ -321,14 +321,13 @@ def main(words: list[str]) -> int:
     kills = int(words[2]) if len(words) > 2 else 34
     chosen = words[3:] or list(ROWS)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(DEVICES)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    # In programs that XLA:CPU has read, devices may wait for each other for ever (docs/how-to/processes.md).
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     print(f"python {platform.python_version()}, jax {version('jax')}, orbax-checkpoint {version('orbax-checkpoint')}")
     total, in_a_save, failed = 0, 0, []
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         base = Path(folder).resolve()
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(base / "xla")
         write_text(base / "text.txt")
         workers: list[Worker] = []
         for number, name in enumerate(chosen):
