@@ -1,7 +1,5 @@
 """What runs beside the bytes that a step sends, as the schedule has it: by hand, and of XLA."""
 
-import re
-
 import pytest
 
 from jaxdist.cluster import xla_options
@@ -67,8 +65,8 @@ MESH = abstract_mesh(parse_mesh("8x1x1"))
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
-def test_what_is_explained_is_compiled_as_what_runs(monkeypatch):
-    """With the options of a run, which a person is told; and without those that XLA_FLAGS name."""
+def test_what_is_explained_tells_the_options_of_a_run(monkeypatch):
+    """But those that XLA_FLAGS name."""
     model = ModelConfig(layers=4, embed=128, heads=4, vocab=512, sequence=64)
     train = TrainConfig(global_batch_size=16, deterministic=True)
     asked = Config(mesh="8x1x1", model=model, parallel=ParallelConfig(zero=3), train=train)
@@ -78,6 +76,3 @@ def test_what_is_explained_is_compiled_as_what_runs(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", " ".join(f"--{name}=false" for name in names))
     plain = explain(asked, "h100")
     assert not any("compiled with" in note for note in plain.notes)
-    deterministic = re.compile('"force_deterministic": ?true')
-    assert deterministic.search(found.program.text)
-    assert not deterministic.search(plain.program.text)
