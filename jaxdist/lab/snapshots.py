@@ -7,7 +7,6 @@ the whole state of the optimizer and the number of batches, and goes on with the
 from __future__ import annotations
 
 import io
-import json
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -22,6 +21,7 @@ from jaxtyping import Float
 
 import jaxdist
 from jaxdist.lab.phases import cpu_mesh
+from jaxdist.training import history
 
 ROWS, BATCH = 96, 16
 STEPS = ROWS // BATCH
@@ -129,5 +129,4 @@ def _squared_error(model: nnx.Linear, batch: dict[str, jax.Array]) -> jax.Array:
 
 def _losses(run: Path) -> list[tuple[int, float]]:
     """Return step and loss of each line of a run."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    return [(line["step"], line["loss"]) for line in history.read(run / "metrics.jsonl") if "loss" in line]

@@ -72,6 +72,7 @@ LEGAL = {
             "model.value_dim",
             "model.shared_gate",
             "model.dense_layers",
+            "model.unroll_layers",
             "model.balance_loss",
             "model.z_loss",
             "model.out_bias",

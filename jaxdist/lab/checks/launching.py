@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import tempfile
 from contextlib import redirect_stdout
@@ -15,6 +14,7 @@ from jaxdist.lab.checks.data import MODEL, data_set
 from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.phases import cpu_mesh
 from jaxdist.launch import slurm_launch, slurm_script
+from jaxdist.training import history
 
 ROWS = 400
 """Rows to train on: enough for a batch of 256."""
@@ -59,8 +59,7 @@ def snippet(claim: Claim, batch: int = 256) -> Outcome:
         run = ["--mesh", "2x1x1", "--train.steps", "1", "--run-dir", f"{folder}/run"]
         try:
             code = train.main(["gpt_tiny", *asked, *tiny, *files, *run])
-            (line,) = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines()[:1])
-            tokens = line["tokens"]
+            tokens = history.read(Path(folder, "run", "metrics.jsonl"))[0]["tokens"]
             told = [line for line in said.getvalue().splitlines() if line.startswith("step 1/1")]
         except RequestError as error:
             # As the command itself would end.
