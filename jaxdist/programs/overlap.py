@@ -15,12 +15,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxdist.output.units import size
 from jaxdist.programs.hlo import Collective
-
-FILE = Path(__file__).with_name("overlap.toml")
 
 
 @dataclass

@@ -59,7 +59,6 @@ LEGAL = {
             "model.head_dim",
             "model.qkv_bias",
             "model.tied",
-            "model.unroll_layers",
             "model.dropout",
             "model.lora_rank",  # above the width
             "model.lora_alpha",  # without a rank, as the next
