@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         check_request(request.text)
         check_named(config, reads_run=True)
         request.tell_unused(job.env.processes)
+        job.keep_programs()
         apart, skip = request.extras["choices_apart"], request.extras["choices_skip"]
         # Questions that cannot be answered are reported before the weights are read.
         rows = encoded(config, questions, apart, skip) if questions else None

@@ -109,6 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         check_alike("sampling", str(draws), f"let all processes read the same {GENERATION}")
         if line and job.env.leader:
             print(line, file=sys.stderr)
+        job.keep_programs()
         generate(request, texts, draws, job)
         return job.end(0)
 

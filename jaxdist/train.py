@@ -11,7 +11,7 @@ from typing import Annotated
 from jaxdist.cluster.process_env import find
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.config.values import Suggested
-from jaxdist.mesh import AUTO, devices_asked, requested
+from jaxdist.mesh import AUTO
 from jaxdist.output.streams import LogFile
 from jaxdist.planning.hardware import GPUS
 from jaxdist.process.exit_codes import DONE, REFUSED
@@ -62,7 +62,6 @@ def main(argv: list[str] | None = None) -> int:
     from jaxdist.cluster.job import Job
 
     with Job(place, config, enough=Enough(config), began=began) as job:
-        from jaxdist.cluster import faults, xla_options
         from jaxdist.cluster.consensus import leader_first
         from jaxdist.training.notice import giving_notice
         from jaxdist.training.run import Run
@@ -72,8 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             if not place.alone:
                 # Only the leader reports why the folder cannot be used.
                 config = leader_first("run folder", partial(enter, folder, config))
-            devices = devices_asked(requested(config.mesh), job.env.processes)
-            xla_options.keep_programs(devices, partial(faults.say, job.env))
+            job.keep_programs()
             if job.env.leader:
                 for note in [*request.notes, *notes(request.config, Known(processes=job.env.processes))]:
                     say(f"note        {note}", job.log)

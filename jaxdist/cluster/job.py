@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from types import TracebackType
 
 import jax
 
-from jaxdist.cluster import faults, lifeline
+from jaxdist.cluster import faults, lifeline, xla_options
 from jaxdist.cluster.heartbeat import ENDING
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.rendezvous import USE_ALL, DeviceUse, check_sites, join, members, with_hosts
@@ -79,6 +80,11 @@ class Job:
             # Reached with one process only: with several, `faults.fail` has written the log and ended this one.
             faults.keep("\n".join(faults.error_lines(error)))
         return self._open.__exit__(kind, error, trace)
+
+    def keep_programs(self) -> None:
+        """Keep what is compiled from now on for later runs. All processes call it, before they ask for devices."""
+        devices = own_devices(self.env, requested(self._mesh))
+        xla_options.keep_programs(devices, partial(faults.say, self.env))
 
     def end(self, code: int) -> int:
         """Return `code`, the outcome of the run. One of several processes waits for all outcomes, and exits with it."""

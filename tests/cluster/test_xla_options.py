@@ -274,7 +274,8 @@ def test_a_second_run_on_a_cpu_reads_the_programs_of_the_first(tmp_path):
         "--train.steps=1",
         "--data.validation-fraction=0.2",
     ]
-    command = [sys.executable, "-m", "jaxdist.train", "--data.path", text, *small, "--run-dir"]
+    python = [sys.executable, "-m"]
+    command = [*python, "jaxdist.train", "--data.path", text, *small, "--run-dir"]
     environment = {**os.environ, "JAXDIST_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
     # All are kept: how long one takes to compile differs from run to run.
     environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -298,6 +299,9 @@ def test_a_second_run_on_a_cpu_reads_the_programs_of_the_first(tmp_path):
     said, third = losses("third")
     assert third == first
     assert "Error reading persistent compilation cache entry for 'jit_train'" in said
+    evaluate = [*python, "jaxdist.evaluate", tmp_path / "first"]
+    subprocess.run(evaluate, env=environment, capture_output=True, timeout=240, check=True)
+    assert set(folder.iterdir()) > set(programs)
 
 
 def test_programs_for_a_cpu_are_kept_where_they_will_be_found(tmp_path, monkeypatch):
