@@ -262,7 +262,7 @@ class Bench:
         if part.kind == DEVICE:
             return dict(part.question)
         question = {"part": "step", "rows": options["rows"], "warmup": options["warmup"]}
-        question |= {"repeats": options["repeats"], "traced": 3, "unroll": False}
+        question |= {"repeats": options["repeats"], "traced": 3}
         if part.kind == VARIANT:
             # With the rows of the first model, so that the two compare; fewer steps, and no trace.
             rows = base.get("rows", options["rows"]) * part.times

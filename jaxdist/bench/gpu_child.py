@@ -126,7 +126,6 @@ def step(
     config: str,
     overrides: Mapping[str, str],
     rows: int,
-    unroll: bool,
     warmup: int,
     repeats: int,
     traced: int,
@@ -141,14 +140,14 @@ def step(
     def config_of(rows: int) -> Config:
         return load(config, {**overrides, "train.global_batch_size": str(rows)})
 
-    timed = measured(phase, config_of, (rows,) if rows else ROWS, unroll, warmup, repeats)
+    timed = measured(phase, config_of, (rows,) if rows else ROWS, warmup, repeats)
     run = timed.run
     found = report(timed) | {
         "config": config,
         "options": dict(overrides),
         "rows": run.config.train.global_batch_size,
         "remat": run.config.model.remat,
-        "layers": "unrolled" if unroll else "scan",
+        "layers": "unrolled" if run.config.model.unroll_layers else "scan",
         "attention": attention_call(run, run.config.model.window).form,
         "predicted_bytes": run.predicted_memory.total,
         "sizes": run.config.model.model_dump(),
@@ -166,7 +165,7 @@ def step(
 
 
 def measured(
-    phase: Note, config_of: Callable[[int], Config], counts: Sequence[int], unroll: bool, warmup: int, repeats: int
+    phase: Note, config_of: Callable[[int], Config], counts: Sequence[int], warmup: int, repeats: int
 ) -> Timed:
     """Return the step with the first of these numbers of rows that fits, measured.
 
@@ -182,7 +181,7 @@ def measured(
 
     while True:
         phase("compiling")
-        timed = compiled(config_of, counts, unroll)
+        timed = compiled(config_of, counts)
         tried = timed.run.config.train.global_batch_size
         try:
             measure_together([timed], warmup, repeats, once_each(note))
@@ -209,7 +208,7 @@ def once_each(note: Note) -> Note:
     return changed
 
 
-def compiled(config_of: Callable[[int], Config], counts: Sequence[int], unroll: bool) -> Timed:
+def compiled(config_of: Callable[[int], Config], counts: Sequence[int]) -> Timed:
     """Return the step with the first of these numbers of rows that fits, as predicted and then as compiled.
 
     A single number is taken as it is. Raises `RequestError` if none of several fits.
@@ -220,7 +219,6 @@ def compiled(config_of: Callable[[int], Config], counts: Sequence[int], unroll: 
 
     for rows in counts:
         run = Run(config_of(rows))
-        run.forward.unroll = unroll
         available = capacity(run.device)
         predicted = run.predicted_memory.total
         # Do not spend minutes on compiling what is predicted not to fit.

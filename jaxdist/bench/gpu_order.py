@@ -89,7 +89,7 @@ def in_order(cases: Mapping[str, tuple[str, dict[str, str]]], steps: int) -> Ite
     yield Part("torch, cuDNN attention", "torch", TORCH, {"compile": True, "attention": "cudnn"}, 300, on_cpu=False)
     yield Part("torch, flash attention", "torch", TORCH, {"compile": True, "attention": "flash"}, 300, on_cpu=False)
     yield Part("torch, eager", "torch", TORCH, {"compile": False, "attention": "any"})
-    yield variant("unrolled layers", "layers", question={"unroll": True})
+    yield variant("unrolled layers", "layers", {"model.unroll_layers": "true"})
     yield Part("numerics", "numerics", DEVICE, {"part": "device"}, seconds=400)
     prompt = load(config, {**options, "train.global_batch_size": "1"}).model.sequence // 2
     for rows in (1, 8):

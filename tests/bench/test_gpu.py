@@ -109,10 +109,11 @@ def test_the_gap_adds_up():
 def test_layers_written_out_learn_the_same_without_a_loop(tiny):
     losses, loops = [], []
     for unroll in False, True:
-        found = last(gpu_child.step(ignore, tiny, ALIKE, rows=2, unroll=unroll, warmup=0, repeats=3, traced=0))
+        options = {**ALIKE, "model.unroll_layers": str(unroll).lower()}
+        found = last(gpu_child.step(ignore, tiny, options, rows=2, warmup=0, repeats=3, traced=0))
         losses.append(found["loss"])
-        run = Run(load(tiny, {**ALIKE, "train.global_batch_size": "2"}))
-        run.steps, run.forward.unroll = 1, unroll
+        run = Run(load(tiny, {**options, "train.global_batch_size": "2"}))
+        run.steps = 1
         with jax.set_mesh(run.mesh):
             loops.append(run.lower().as_text().count("stablehlo.while"))
         assert found["layers"] == ("unrolled" if unroll else "scan")
@@ -144,7 +145,7 @@ def test_a_profiler_that_fails_costs_nothing_else(fails, tiny, one_step, monkeyp
         where = profile if fails == "begin_trace" else trace
         monkeypatch.setattr(where, fails, no)
     phases = []
-    first, then = gpu_child.step(phases.append, tiny, ALIKE, rows=2, unroll=False, warmup=1, repeats=2, traced=1)
+    first, then = gpu_child.step(phases.append, tiny, ALIKE, rows=2, warmup=1, repeats=2, traced=1)
     assert first["step_seconds"] > 0
     assert "kernels" not in first
     wanted = "arg is an empty sequence" if fails == "newest_trace" else "CUPTI_ERROR"
@@ -174,7 +175,7 @@ def test_rows_are_as_many_as_fit(tiny, monkeypatch):
     def rows(mebibytes: float, counts=gpu_child.ROWS) -> int:
         monkeypatch.setattr(runtime, "capacity", lambda device: mebibytes * 2**20)
         tried.clear()
-        return gpu_child.compiled(asked, counts, False).run.config.train.global_batch_size
+        return gpu_child.compiled(asked, counts).run.config.train.global_batch_size
 
     monkeypatch.setattr(measuring.Timed, "compile", compile)
     assert (rows(1000), tried) == (16, [16])
@@ -210,9 +211,9 @@ DEVICE = {
 
 def played(asked, environment) -> tuple[dict | None, str]:
     """A step of an H200; slower with blocks made again, and no memory where layers are written out."""
-    if asked["unroll"]:
-        return None, "memory ran out: RESOURCE_EXHAUSTED: so much"
     config = load(asked["config"], {**asked["overrides"], "train.global_batch_size": "8"})
+    if config.model.unroll_layers:
+        return None, "memory ran out: RESOURCE_EXHAUSTED: so much"
     seconds = 1.25 if config.model.remat == "block" else 1.0
     traced = {MATMUL: 0.7, ATTENTION: 0.1, OTHER: 0.15}
     found = {
@@ -227,7 +228,7 @@ def played(asked, environment) -> tuple[dict | None, str]:
     return found | ({"kernels": {"seconds": traced, "longest": longest}} if asked["traced"] else {}), ""
 
 
-PLAYED = played({"unroll": False, "traced": 0, "config": "llama_1b", "overrides": {}}, {})
+PLAYED = played({"traced": 0, "config": "llama_1b", "overrides": {}}, {})
 
 TORCH = {
     "torch": "2.11.0", "compiled": True, "rows": 8, "step_seconds": 1.2, "tokens_per_second": 54613.0, "loss": 11.51,
@@ -361,7 +362,7 @@ def test_a_full_disk_costs_no_part(monkeypatch, tmp_path, capsys):
 def test_a_step_that_runs_out_of_memory_is_measured_with_fewer_rows(monkeypatch):
     dropped = []
 
-    def compiled(config_of, counts, unroll):
+    def compiled(config_of, counts):
         sizes = SimpleNamespace(train=SimpleNamespace(global_batch_size=counts[0]))
         return SimpleNamespace(run=SimpleNamespace(config=sizes), drop=lambda: dropped.append(counts[0]))
 
@@ -371,10 +372,10 @@ def test_a_step_that_runs_out_of_memory_is_measured_with_fewer_rows(monkeypatch)
 
     monkeypatch.setattr(gpu_child, "compiled", compiled)
     monkeypatch.setattr(measuring, "measure_together", together)
-    timed = gpu_child.measured(ignore, None, gpu_child.ROWS, False, 1, 2)
+    timed = gpu_child.measured(ignore, None, gpu_child.ROWS, 1, 2)
     assert (timed.run.config.train.global_batch_size, dropped) == (4, [16, 8])
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-        gpu_child.measured(ignore, None, (8,), False, 1, 2)
+        gpu_child.measured(ignore, None, (8,), 1, 2)
 
 
 def test_without_the_first_model_its_variants_run(monkeypatch, capsys):
