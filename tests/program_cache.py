@@ -40,9 +40,9 @@ def shared() -> dict[str, str]:
 def not_kept() -> Iterator[None]:
     """Programs that are compiled meanwhile are not kept.
 
-    XLA:CPU of jaxlib 0.10 forgets the order of the collectives in a program that it reads. Where several are ready at
-    once, two devices may begin with different ones, and wait for each other for ever: a pipeline of layers of several
-    kinds was seen to do so every other time.
+    XLA:CPU forgets the order of the collectives in a program that it reads (jaxlib 0.10.2 and 0.12.0.1). Where several
+    are ready at once, two devices may begin with different ones, and wait for each other for ever: a pipeline of layers
+    of several kinds was seen to do so every other time.
     """
     option = "jax_persistent_cache_min_compile_time_secs"
     least = getattr(jax.config, option)

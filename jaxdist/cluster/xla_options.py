@@ -207,10 +207,11 @@ LEAST_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 def _kept_for_cpus(devices: int) -> bool:
     """Return whether programs for so many CPU devices are kept here.
 
-    In a program that it has read, XLA:CPU of jaxlib 0.10 has forgotten the order of its collectives: two devices may
-    begin with different ones, and wait for each other for ever. Of several processes only the first would find what it
-    has kept: JAX writes there alone, and its names for the programs of the others differ. On macOS XLA may die of a
-    program that it reads, and with a jaxlib of another series refuse it at each start (jax issue 38445).
+    In a program that it has read, XLA:CPU has forgotten the order of its collectives (seen with jaxlib 0.10.2 and
+    0.12.0.1): two devices may begin with different ones, and wait for each other for ever. Of several processes only
+    the first would find what it has kept: JAX writes there alone, and its names for the programs of the others differ.
+    On macOS XLA may die of a program that it reads, and with a jaxlib of another series refuse it at each start (jax
+    issue 38445).
     """
     return sys.platform == "linux" and devices == kv_store.processes() == 1 and series() in OPTIONS
 
