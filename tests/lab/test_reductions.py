@@ -111,6 +111,8 @@ def test_an_algorithm_that_adds_up_wrongly_fails_its_claim(monkeypatch, wrong):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_counts_of_the_papers_grow_as_claimed(name):
     found = {what: fit(SIZES, [COUNTS[name](K)[place] for K in SIZES]) for place, what in enumerate(WHAT)}
+    for one in found.values():
+        np.testing.assert_allclose(one.line(np.asarray(SIZES, float)), one.counts)  # as it is drawn
     assert orders(found) == ORDERS[name]
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxdist.lab.claim import Check, Claim, Outcome
 from jaxdist.lab.reductions.execute import Run, counted, study, total
 from jaxdist.lab.reductions.orders import Fit, fit
-from jaxdist.lab.reductions.picture import draw
+from jaxdist.lab.reductions.picture import draw_growth
 from jaxdist.models.resnet import ResNet
 
 SIZES = (2, 4, 8, 16, 32, 64)
@@ -52,7 +52,7 @@ def grows(claim: Claim, algorithm: str, sizes: tuple[int, ...] = SIZES) -> Outco
         lines.append(f"{what:<7}{_fit_text(found[what])}")
     lines.append(f"sums on every node: {'those of psum' if sums_right else 'NOT those of psum'}")
     value = orders(found)
-    picture = partial(draw, [algorithm], {algorithm: runs})
+    picture = partial(draw_growth, algorithm, found)
     # An algorithm that is fast but adds up wrongly must not pass.
     return Outcome(value, claim.met(value) and sums_right, tuple(lines), picture)
 

@@ -13,6 +13,7 @@ import numpy as np
 from jaxdist.lab.reductions.algorithms import ALGORITHMS, Algorithm, pipelined_tree
 from jaxdist.lab.reductions.execute import Run, apart, cpus, lay, line_of, lowered
 from jaxdist.lab.reductions.messages import Message, Traffic, messages
+from jaxdist.lab.reductions.orders import Fit
 from jaxdist.output.pictures import BLUE, GREEN, PINK, RED, blank, write_picture
 from jaxdist.planning.clusters import cluster
 
@@ -41,6 +42,13 @@ STEPS_LEGEND = (
 COSTS_LEGEND = (
     f"costs: latency {1e6 * ALPHA:g} us, {1e-9 / BETA:g} GB/s each way; lines: formulas, points: messages as counted"
 )
+
+COUNTS = {
+    "rounds": "messages one after the other",
+    "peak": "most messages into one node in a round",
+    "total": "arrays sent in all",
+}
+"""What the lecture compares algorithms by."""
 
 ARRAYS = {"64 KiB": 2**16, "97.5 MiB": 97.5 * 2**20}
 
@@ -101,6 +109,16 @@ def _read(message: Message, payload: np.ndarray, base: int) -> Step:
 def draw(names: Sequence[str], runs: dict[str, Sequence[Run]], path: Path | str) -> None:
     """Draw the steps of these algorithms, and the cost over K, into a PNG: formulas as lines, `runs` as points."""
     _figure(steps(names), runs, path)
+
+
+def draw_growth(name: str, found: dict[str, Fit], path: Path | str) -> None:
+    """Draw the steps of an algorithm into a PNG, and below them how its counts, by name, grow with K."""
+    figure = blank(7.2, 8.2)
+    above, below = figure.subplots(2, 1)
+    _draw_steps(above, name, steps([name])[name])
+    _draw_growth(below, found)
+    figure.supxlabel(textwrap.fill(f"{STEPS_LEGEND}; below, points: as counted", 100), fontsize=8, color="0.3")
+    write_picture(path, figure, dpi=130)
 
 
 def _figure(found: dict[str, list[Step]], runs: dict[str, Sequence[Run]], path: Path | str) -> None:
@@ -164,6 +182,20 @@ def _draw_steps(axes: Axes, name: str, sent: Sequence[Step]) -> None:
     axes.set(xlabel="node", ylabel="round")
     axes.xaxis.set_label_position("top")
     axes.set_title(f"{name}: {algorithm.about}", fontsize=9)
+
+
+def _draw_growth(axes: Axes, found: dict[str, Fit]) -> None:
+    """Draw counts over K as points, each with the line of its order."""
+    curve = 2 ** np.linspace(1, 6, 60)
+    for (what, own), colour, marker in zip(found.items(), COLOURS, "os^", strict=False):
+        axes.plot(own.sizes, own.counts, marker, color=colour, markersize=6)
+        axes.plot(curve, own.line(curve), color=colour, linewidth=1.2, label=f"{what}: {COUNTS[what]}, {own.order}")
+    axes.set(xscale="log", yscale="log", xlabel="nodes, K", ylabel="count", title="how the counts grow with the nodes")
+    sizes = [2**i for i in range(1, 7)]
+    axes.set_xticks(sizes, map(str, sizes))
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
 
 
 def _draw_costs(axes: Axes, array: str, runs: dict[str, Sequence[Run]]) -> None:
