@@ -353,9 +353,9 @@ def check_partition(name: str, nodes: str, spares: int = 0) -> None:
     if not most or len(known) < len(most) or max(known) >= fewest + spares:
         return
     limits = ", ".join(f"{partition} takes {count}" for partition, count in most.items())
-    more = f" with {counted(spares, 'spare')}" if spares else ""
+    asked = f"{nodes} with {counted(spares, 'spare')}" if spares else nodes
     raise RequestError(
-        f"--nodes {nodes}{more} is more than a job can have: partition {limits}; ask for fewer, or for another"
+        f"--nodes {asked} is more than a job can have: partition {limits}; ask for fewer, or for another"
     )
 
 
