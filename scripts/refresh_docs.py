@@ -68,6 +68,7 @@ ELSEWHERE = {
     "not finite": "an update that overflows",
     "full disk": "a full disk",
     "folder in use": "a second job in the same folder",
+    "rollback": "batches that make a spike",
 }
 """Blocks that this script cannot make, and what they need. The page says so too, in a line after the block."""
 
