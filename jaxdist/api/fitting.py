@@ -117,7 +117,6 @@ class Fitting:
 
     def saving(self, held: Opened) -> SavePolicy:
         """Return when the run is saved, and what is in its checkpoints."""
-        compares = {"check": DeviceCopies(self.trainer.mesh).check} if self.config.fault.compare else {}
         return SavePolicy(
             self.engine,
             held.checkpoints,
@@ -125,7 +124,7 @@ class Fitting:
             self.steps,
             self.facts,
             log_every=self.config.log.every,
-            **compares,
+            check=DeviceCopies(self.trainer.mesh).check if self.config.fault.compare else None,
         )
 
     def prepare(self, held: Opened) -> tuple[list[str], bool]:

@@ -33,7 +33,7 @@ TINY = 1e-30
 class AdafactorState(NamedTuple):
     """The state of Adafactor."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # a tuple has a method of this name, which is not called here
     """Updates so far."""
     means: Any
     """For each parameter the means that are kept, (R, C) or one; a dim of which the mean is taken has size 1."""
@@ -99,10 +99,11 @@ def _directions(roles: Roles) -> optax.GradientTransformation:
 
         return AdafactorState(jnp.zeros((), jnp.int32), jax.tree.map(nothing, roles, params))
 
-    def update(updates: Any, state: AdafactorState, params: Any = None) -> tuple[Any, AdafactorState]:
-        count = optax.safe_increment(state.count)
-        before = 1 - count.astype(jnp.float32) ** -DECAY
-        leaves, tree = jax.tree.flatten(updates)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        count = jnp.asarray(optax.safe_increment(state.count))
+        before = 1 - jnp.asarray(count, jnp.float32) ** -DECAY
+        leaves = jax.tree.leaves(updates)
+        tree: Any = jax.tree.structure(updates)
         each = zip(tree.flatten_up_to(roles), leaves, tree.flatten_up_to(state.means), strict=True)
         changes, kept = zip(*(_direction(role, g, own, before) for role, g, own in each), strict=True)
         return tree.unflatten(changes), AdafactorState(count, tree.unflatten(kept))

@@ -58,11 +58,11 @@ def predict(config: Config, p: Placed, layout: Layout) -> Iterator[Transfer]:
     """Yield the transfers of the update of a parameter; none where no number of it needs another."""
     rule = config.optimizer.rule
     for mean in rule.means_of(p.place.role, len(p.shape)):
-        axes = {axis for dim in mean.over for axis in axes_of(p.place.held.partitions[dim])}
+        over = {axis for dim in mean.over for axis in axes_of(p.place.held.partitions[dim])}
         # A mean without dims is a scalar.
         if mean.dims:
             elements = math.prod(p.part[dim] for dim in mean.dims)
-            yield transfer(layout, UPDATES, ALL_REDUCE, axes, 1, elements, F32)
+            yield transfer(layout, UPDATES, ALL_REDUCE, over, 1, elements, F32)
     if not rule.reads_whole(p.place.role):
         return
     found = dealt(p, layout)

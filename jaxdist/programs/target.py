@@ -95,7 +95,7 @@ def devices(name: str, count: int) -> list[jax.Device]:
     return list(description.devices)
 
 
-def options() -> dict[str, bool]:
+def options() -> dict[str, bool | str]:
     """Return options for compiling for absent GPUs, but for those in XLA_FLAGS.
 
     Nothing can be measured: what jaxlib 0.12 compiles for that alone is left out. Others have no such step.

@@ -36,13 +36,13 @@ class SavePolicy:
         baseline: Baseline | None = None,
         log_every: int = 1,
         ends_epoch: Callable[[int], bool] = lambda step: False,
-        check: Callable[[int, TrainState], None] = lambda step, state: None,
+        check: Callable[[int, TrainState], None] | None = None,
     ):
         """Take the number of steps of the run, and of those between lines of its log.
 
         `facts(step)` are what its checkpoints hold beside what those of every run do; `ends_epoch(step)` says whether
         the last row of an epoch is in that step's batch. `check(step, state)` raises `Diverged` for a state that must
-        not be saved.
+        not be saved; None: every state may be.
         """
         self.engine = engine
         self.checkpoints = checkpoints
@@ -54,7 +54,7 @@ class SavePolicy:
         self.last = time.monotonic()
         """When the last checkpoint was saved."""
         self._ended = False
-        self.check = check
+        self.check = check or (lambda step, state: None)
         self._facts = facts
         self._log_every = log_every
         self._ends_epoch = ends_epoch
