@@ -262,7 +262,7 @@ def test_a_slow_process_and_a_stopped_one_are_named(words, tmp_path, monkeypatch
         running[1].send_signal(signal.SIGCONT)
         running[0].send_signal(signal.SIGTERM)
         assert ends(running, 120) == [85, 85], told(running)
-    assert sorted(path.name for path in (folder / "heartbeats").iterdir()) == ["0.json", "1.json"]
+    assert sorted(path.name for path in (folder / "heartbeats").glob("*.json")) == ["0.json", "1.json"]
     assert {one.what.partition(",")[0] for one in beats().values()} == {"stopped"}
     assert beats()[1].pid == running[1].pid
     assert seen() == ""
