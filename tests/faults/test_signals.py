@@ -57,7 +57,8 @@ IDS = [number.name for number in SIGNALS]
 
 
 def test_every_phase_has_a_row():
-    assert set(PHASES) == {value for name, value in vars(heartbeat).items() if name.isupper() and type(value) is str}
+    words = {value for name, value in vars(heartbeat).items() if name.isupper() and type(value) is str}
+    assert set(PHASES) == words - {heartbeat.NAMED}
 
 
 pytestmark = pytest.mark.usefixtures("heeding")
