@@ -127,6 +127,8 @@ def test_the_step_that_an_h100_would_run(name, devices, rows):
     assert logits <= {("bf16", CHUNK_ROWS["gpu"]), *tables}
     assert max(CHUNK_ROWS["gpu"], model.embed) < rows * model.sequence
 
-    assert found.copied < 0.02 * found.bytes
+    # Over several devices XLA sends a layer's gradients in the next turn of the loop, and copies them for that: in less
+    # time than reductions take with nothing beside them (benchmarks/results/2026-11-29-flags-target.txt).
+    assert found.copied < (0.02 if devices == 1 else 0.1) * found.bytes
     temporaries = report.memory.total - report.memory.arguments
     assert 0.85 < temporaries / report.program.temporary_bytes < 1.15

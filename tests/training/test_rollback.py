@@ -15,15 +15,15 @@ from jaxdist.training.raised_loss import RaisedLoss
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import note_saved, run_facts
 from tests.training.curves import parameters
-from tests.training.test_spikes import BAD, OPTIONS, plant, told
+from tests.training.test_spikes import BAD, OPTIONS, plant, short_window, told
 
-__all__ = ["plant"]
+__all__ = ["plant", "short_window"]
 
 BACK = (*OPTIONS, "--train.spike=6", "--fault.rollbacks=1")
 
 
 @pytest.mark.slow
-def test_a_run_goes_back_once_and_equals_one_that_was_told_so_by_hand(run, plant, request_of):
+def test_a_run_goes_back_once_and_equals_one_that_was_told_so_by_hand(run, plant, short_window, request_of):
     plant(BAD, BAD + 1)
     folder = run("run", *BACK, code=1)
     where = f"step 20, without batches {BAD}-{BAD + 1} (rollback 1 of at most 1)"
@@ -81,20 +81,21 @@ def fed(one: RaisedLoss, losses, first: int = 1) -> list[range]:
 
 
 def test_only_so_many_steps_in_a_row_are_too_many():
-    usual = [2.0] * raised_loss.FEWEST
+    known = raised_loss.FEWEST
+    usual = [2.0] * known
     up = [3.1, math.nan, 3.1]
-    assert fed(watch(3), [*usual, *up]) == [range(65, 68)]
+    assert fed(watch(3), [*usual, *up]) == [range(known + 1, known + 4)]
     assert fed(watch(3), [*usual, 3.1, 3.1, 2.9, 3.1, 3.1]) == []
     assert fed(watch(3), [*usual[1:], *up]) == []
     assert fed(watch(0), [*usual, *up]) == []
     # The limit is above the median where that is negative, too.
     assert fed(watch(1), [*(-x for x in usual), -1.1]) == []
-    assert fed(watch(1), [*(-x for x in usual), -0.9]) == [range(65, 66)]
+    assert fed(watch(1), [*(-x for x in usual), -0.9]) == [range(known + 1, known + 2)]
     # A round of local steps counts with all of its steps.
     one = watch(4)
     fed(one, usual)
-    assert one.too_long(range(65, 68), 9.0) is None
-    assert one.too_long(range(68, 71), 9.0) == range(65, 71)
+    assert one.too_long(range(known + 1, known + 4), 9.0) is None
+    assert one.too_long(range(known + 4, known + 7), 9.0) == range(known + 1, known + 7)
 
 
 def test_a_run_that_is_resumed_ends_where_it_would_have_ended():
