@@ -274,8 +274,8 @@ def picture(path: Path, done: Run) -> None:
     for step in range(ranks):
         panels[0, step].set_title(f"step {step}", color=RED)
     left.suptitle(
-        "scores that are computed: queries downwards, keys to the right, coloured by their device; "
-        "A, B: halves of a visitor's block",
+        "scores that are computed: queries downwards, keys to the right,\n"
+        "coloured by their device; A, B: halves of a visitor's block",
         fontsize=10,
     )
     top, bottom = right.subplots(2, 1)

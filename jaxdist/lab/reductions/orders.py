@@ -30,11 +30,6 @@ class Fit:
         least = min(self.errors.values())
         return next(name for name, error in self.errors.items() if error <= least + ROUNDING)
 
-    def line(self, K: np.ndarray) -> np.ndarray:
-        """Return the best a + b f(K) of the order at each of `K`."""
-        f = _growth(np.asarray(self.sizes, float))[self.order]
-        return _terms(_growth(K)[self.order]) @ np.linalg.lstsq(_terms(f), np.asarray(self.counts, float))[0]
-
 
 def fit(sizes: Sequence[int], counts: Sequence[float]) -> Fit:
     """Fit every order to the counts; raises `ValueError` for fewer than four different sizes."""
@@ -42,20 +37,11 @@ def fit(sizes: Sequence[int], counts: Sequence[float]) -> Fit:
         raise ValueError(f"{len(set(sizes))} sizes do not tell the orders apart; give 4 or more")
     K = np.asarray(sizes, float)
     count = np.asarray(counts, float)
+    # O(1) is a alone.
+    growth = (0 * K, np.log2(K), K, K * np.log2(K), K**2)
     errors = {}
-    for name, f in _growth(K).items():
-        terms = _terms(f)
+    for name, f in zip(ORDERS, growth, strict=True):
+        terms = np.stack([np.ones_like(K), f], 1)
         solution = np.linalg.lstsq(terms, count)[0]
         errors[name] = float(np.linalg.norm(count - terms @ solution) / np.linalg.norm(count))
     return Fit(tuple(sizes), tuple(counts), errors)
-
-
-def _growth(K: np.ndarray) -> dict[str, np.ndarray]:
-    """Return f(K) of each order."""
-    # O(1) is a alone.
-    return dict(zip(ORDERS, (0 * K, np.log2(K), K, K * np.log2(K), K**2), strict=True))
-
-
-def _terms(f: np.ndarray) -> np.ndarray:
-    """Return the columns 1 and f(K)."""
-    return np.stack([np.ones_like(f), f], 1)

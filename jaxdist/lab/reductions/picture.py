@@ -185,11 +185,11 @@ def _draw_steps(axes: Axes, name: str, sent: Sequence[Step]) -> None:
 
 
 def _draw_growth(axes: Axes, found: dict[str, Fit]) -> None:
-    """Draw counts over K as points, each with the line of its order."""
-    curve = 2 ** np.linspace(1, 6, 60)
-    for (what, own), colour, marker in zip(found.items(), COLOURS, "os^", strict=False):
-        axes.plot(own.sizes, own.counts, marker, color=colour, markersize=6)
-        axes.plot(curve, own.line(curve), color=colour, linewidth=1.2, label=f"{what}: {COUNTS[what]}, {own.order}")
+    """Draw counts over K, each with the order that fits it best."""
+    # Two of them may be equal: the first lie below, and are larger.
+    for (what, own), colour, size in zip(found.items(), COLOURS, (11, 8, 5), strict=False):
+        label = f"{what}: {COUNTS[what]}, {own.order}"
+        axes.plot(own.sizes, own.counts, "o-", color=colour, markersize=size, linewidth=size / 4, label=label)
     axes.set(xscale="log", yscale="log", xlabel="nodes, K", ylabel="count", title="how the counts grow with the nodes")
     sizes = [2**i for i in range(1, 7)]
     axes.set_xticks(sizes, map(str, sizes))

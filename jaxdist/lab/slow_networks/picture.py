@@ -169,6 +169,8 @@ def bytes_and_loss(trained: Mapping[str, Trained], path: Path) -> None:
     cost.set(xscale="log", xlabel="bytes sent per element and step", ylabel="nats per byte", title="held-out loss")
     # The curves of rules that lose little lie on each other; the points do not.
     cost.ticklabel_format(axis="y", useOffset=False)
+    cost.set_xticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+    cost.minorticks_off()
     cost.legend(fontsize=8)
     write_picture(path, figure, dpi=DPI)
 
