@@ -1,4 +1,4 @@
-"""Kill and resume a training: the documents' multi-GPU script, and a run of jaxdist, each beside one that goes through.
+"""End and resume a training: the documents' multi-GPU script, and a run of jaxdist, each beside one that goes through.
 
 The script saves the weights and the number of the epoch that has ended, and begins again with that epoch. A run saves
 the whole state of the optimizer and the number of batches, and goes on with the batch after them.
@@ -73,7 +73,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that was killed and went on from its checkpoint, beside the same run without a stop."""
+    """A run that an error ended, and that went on from its checkpoint, beside the same run without a stop."""
 
     epochs: float
     """Steps that count in the end, each at most once, in epochs."""
@@ -84,14 +84,14 @@ class Resumed:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing tells that it was killed."""
+        """Whether nothing tells that it was ended."""
         return self.losses_equal and self.weights_equal
 
 
 def resumed_run(epochs: int, after: int) -> Resumed:
-    """Train a linear layer with `jaxdist.fit`; once without a stop, once killed after the checkpoint of epoch `after`.
+    """Train a linear layer with `jaxdist.fit`; once without a stop, once ended after the checkpoint of epoch `after`.
 
-    It is killed some steps after the checkpoint, so that these are taken again.
+    An exception ends it some steps after the checkpoint, so that these are taken again.
     """
     cpu_mesh("1x1x1")
     momentum = optax.sgd(RATE, momentum=MOMENTUM)

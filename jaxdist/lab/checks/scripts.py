@@ -96,7 +96,7 @@ def epochs_of_snapshots(claim: Claim, saves_next: bool = False, total: int = 10,
     lines = (
         f"the script trains the epochs {' '.join(map(str, script.trained))}",
         f"its weights end {apart:.1%} from those of a training without a stop",
-        f"jaxdist, killed and resumed, trains {ours.epochs:g} epochs; "
+        f"jaxdist, ended by an error and resumed, trains {ours.epochs:g} epochs; "
         f"losses and weights are those without a stop, to the bit: {'yes' if ours.exact else 'NO'}",
     )
     exact = ours.exact and ours.epochs == total
