@@ -5,8 +5,9 @@ import subprocess
 from pathlib import Path
 
 RECORD = """#!/bin/bash
-{ printf '%s\\0' "${0##*/}" "$@"; printf '\\001'; } >>"$PLAYED/calls"
+printf '%s\\0' "${0##*/}" "$@" $'\\001' >>"$PLAYED/calls"
 """
+"""One write for a call: two at once are not mixed."""
 
 PLAYED = {
     "srun": 'env >"$PLAYED/environment"; . "$PLAYED/program"',
@@ -53,7 +54,7 @@ class Played:
 
     def calls(self, name: str) -> list[list[str]]:
         """The arguments of each call of a command."""
-        calls = [call.split("\0")[:-1] for call in (self.folder / "calls").read_text().split("\1")[:-1]]
+        calls = [call.split("\0")[:-1] for call in (self.folder / "calls").read_text().split("\1\0")[:-1]]
         return [arguments for command, *arguments in calls if command == name]
 
     def seen(self) -> dict[str, str]:

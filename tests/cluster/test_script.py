@@ -373,9 +373,16 @@ def test_a_waiting_node_takes_the_place_of_a_lost_one(played, how):
     assert "no-kill" not in made().text()
 
 
+WATCHED = """\
+case "$*" in *" watch "*) touch "$PLAYED/watched"; exit;; esac
+until [ -e "$PLAYED/watched" ]; do sleep 0.01; done
+"""
+"""A program that ends once the node of the script is watched."""
+
+
 def test_another_node_requeues_the_job_when_that_of_the_script_is_lost(played):
     nodes(played, "node7 alloc", "node8 alloc", "node9 alloc")
-    assert played.run(made(spares=1).text(), "sleep 0.3", SLURM_JOB_NUM_NODES="3", SLURMD_NODENAME="node7")[0] == 0
+    assert played.run(made(spares=1).text(), WATCHED, SLURM_JOB_NUM_NODES="3", SLURMD_NODENAME="node7")[0] == 0
     (watching,) = (words for words in played.calls("srun") if "watch" in words)
     assert "--nodelist=node9" in watching
     inner = watching[watching.index("bash") :]
