@@ -83,11 +83,12 @@ class Ahead:
 class Runner(StepRunner):
     """Takes steps with batches of `Ahead`, which need not all have the shapes of the first one."""
 
-    def __init__(self, trainer: Parallel, batch: Tree, first: int, report: Callable[[int, Metrics], None], job: Job):
+    def __init__(self, trainer: Parallel, batch: Tree, first: int, meter: Meter, job: Job):
         """`batch` is what the step is compiled for; `first` the step that the run resumes from."""
-        super().__init__(trainer._engine, batch, first, report)
+        super().__init__(trainer._engine, batch, first, meter.step)
         self._batches = trainer._batches
         self._check = trainer._mean_check
+        self._meter = meter
         self._job = job
         self._programs: dict[Shapes, jax.stages.Compiled] = {}
 
@@ -110,9 +111,10 @@ class Runner(StepRunner):
     def _call(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         shapes = _shapes(batch)
         if shapes not in self._programs:
-            # The watchdog is more patient then: as long as a step takes, compiling it may take longer.
-            self._job.note(COMPILING)
-            self._programs[shapes] = self._engine.compile(self._engine.lower(batch))
+            with self._meter.paused():
+                # The watchdog is more patient then: as long as a step takes, compiling it may take longer.
+                self._job.note(COMPILING)
+                self._programs[shapes] = self._engine.compile(self._engine.lower(batch))
             self._job.note(STEPPING, begins=False)
         self.program = self._programs[shapes]
         return super()._call(state, batch)

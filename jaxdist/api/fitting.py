@@ -163,7 +163,7 @@ class Fitting:
         self.announce(held, ahead.rows, notes, log.say)
         meter = Meter(self.reporting(ahead.rows), log, held.first)
         compare = self.config.fault.compare
-        runner = Runner(self.trainer, ahead.abstract, held.first, meter.step, job)
+        runner = Runner(self.trainer, ahead.abstract, held.first, meter, job)
         loop = Trainer(
             first=held.first,
             steps=self.steps,

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import time
 from types import SimpleNamespace
 
 import jax
@@ -13,11 +14,16 @@ import pytest
 import jaxdist
 from jaxdist.api import fit_parts
 from jaxdist.api.fit_parts import Runner
+from jaxdist.cluster import phase_clock
 from jaxdist.cluster.heartbeat import COMPILING, STEPPING
 from jaxdist.cluster.watchdog import Watchdog
 from jaxdist.config import RequestError
+from jaxdist.training import meter
+from jaxdist.training.engine import Engine
 from jaxdist.training.forward.step import Metrics
+from jaxdist.training.goodput import goodput, starts_of
 from jaxdist.training.meter import Diverged
+from jaxdist.training.run_dir import RunFolder
 from tests.fit.conftest import DATA, SIZE, STEPS, batch_of, fit, lines, losses, same, stop_at, trainer
 from tests.training.test_device_copies import flipped
 from tests.training.test_runs import KEYS
@@ -71,6 +77,32 @@ def test_batches_of_other_shapes_are_taken(four, tmp_path, monkeypatch):
     same(found, state)
     assert noted.count(COMPILING) == 2
     assert noted[noted.index(COMPILING, noted.index(STEPPING)) + 1] == STEPPING
+
+
+def test_compiling_is_no_time_of_a_step(four, tmp_path, monkeypatch):
+    """That of the first step, and that of a batch with other shapes; each compilation takes an hour here."""
+    over = 0.0
+    ahead_of = lambda clock: lambda: clock() + over
+    clocks = SimpleNamespace(
+        perf_counter=ahead_of(time.perf_counter), monotonic=ahead_of(time.monotonic), time=ahead_of(time.time)
+    )
+    for module in (meter, phase_clock):
+        monkeypatch.setattr(module, "time", clocks)
+    compiled = Engine.compile
+
+    def slow(*arguments):
+        nonlocal over
+        over += 3600.0
+        return compiled(*arguments)
+
+    monkeypatch.setattr(Engine, "compile", slow)
+    short = lambda step: {name: a[: 4 if step == 2 else 8] for name, a in batch_of(step).items()}
+    fit(tmp_path, short, four, steps=4)
+    assert sum(line["step_seconds"] for line in lines(tmp_path)) < 1800
+    (start,) = starts_of(RunFolder(tmp_path))
+    assert 7200 <= start.spent.seconds[COMPILING] < 9000
+    assert start.spent.seconds[STEPPING] < 1800
+    assert 7200 <= goodput([start]).compiling < 9000
 
 
 def test_arrays_of_jax_are_laid_out_in_the_order_of_steps(four, tmp_path, fitted):
