@@ -22,6 +22,7 @@ from jaxdist.cluster.slurm_text import (
     CHOOSE_COORDINATOR,
     GO_BACK,
     NODES,
+    ONWARD,
     OWN_SCRIPT,
     RESUME,
     TRAIN,
@@ -140,6 +141,7 @@ class Script:
             "fewest": f"{node_counts(self.nodes)[0]} # nodes on which the run can be",
             "spares": f"{self.spares} # further nodes, which wait",
             "restarts": f"{self.restarts} # at most so many in a row that bring no new checkpoint",
+            "rolls_back": f"{str(self.rolls_back).lower()} # whether a run that has diverged goes back by itself",
             "pause": f"{self.pause} # seconds until a run folder that is in use is tried again",
             "patience": f"{self.patience} # seconds for which it is tried again, at most",
             "srun": f"({shlex.join(self._srun())})",
@@ -147,6 +149,7 @@ class Script:
         }
         kind = TRAIN if self.is_train else OWN_SCRIPT
         blocks = {
+            "where": ONWARD if self.is_train else "",
             "nodes": NODES,
             "coordinator": CHOOSE_COORDINATOR if self.container else "",
             "choose": CHOOSE if self.spares else "",
@@ -166,8 +169,6 @@ class Script:
         # In one pass, so that what looks like a name within a value is left alone.
         names = "|".join(parts)
         body = BODY
-        if self.rolls_back:
-            kind = kind._replace(onward=f"{kind.onward} (after spikes, from before them)")
         for name, text in (blocks | kind._asdict()).items():
             body = body.replace("{" + name + "}", text)
         body = re.sub("{(" + names + ")}", lambda match: parts[match[1]], body)

@@ -33,11 +33,13 @@ put() { # put FILE WORDS: write a new file and rename it to FILE; a link that so
     return 1
 }
 
-look() { # set newest to the step of the newest checkpoint
+look() { # look [STEP]: set newest to the step of the newest checkpoint, or to that of the newest one before STEP
     newest=0
     for sums in "$run"/checkpoints/sums/*.json; do
         at=${sums##*/} at=${at%.json}
-        if [ -e "$sums" ] && is_number "$at" && [ "$at" -gt "$newest" ]; then newest=$at; fi
+        if [ -e "$sums" ] && is_number "$at" && [ "$at" -gt "$newest" ] && [ "$at" -lt "${1:-10000000000}" ]; then
+            newest=$at
+        fi
     done
 }
 
@@ -53,7 +55,8 @@ if [ -f "$state.failures" ] && [ ! -L "$state.failures" ]; then
     if ! is_number "$failures" || ! is_number "$before"; then failures=0 before=$newest; fi
 fi
 old=
-{resume}{nodes}
+goes_back() { [ -e "$old" ] && ! [ "$old" -nt "$state.began" ]; } # whether the run has to go back, and has not yet
+{resume}{where}{nodes}
 # --wait, not --kill-on-bad-exit: that would kill tasks that still save, and hide the exit code behind its signal.
 # The exit code comes through a pipe: a signal interrupts bash's `wait`, which may then lose it.
 exec 3>&1
@@ -138,7 +141,7 @@ TRAIN = Kind(
     command='"${program[@]}" --run-dir="$run" --resume="$resume"',
     final="""\
     if [ "$code" = {refused} ]; then say "the request was refused: that is not tried again"; exit {refused}; fi""",
-    onward=', to continue from $([ "$newest" = 0 ] && echo the beginning || echo "step $newest")',
+    onward=", to continue from $(onward)",
 )
 
 OWN_SCRIPT = Kind(
@@ -151,6 +154,25 @@ OWN_SCRIPT = Kind(
     fi""",
     onward='$([ "$newest" = 0 ] || echo "; the newest checkpoint is that of step $newest")',
 )
+
+ONWARD = r"""
+diverged() { # set first to the step of run.json from which the run has diverged (`training.rollback`); fail without
+    [ -f "$run/run.json" ] && [ ! -L "$run/run.json" ] || return
+    [[ $(head -c 1048576 "$run/run.json" | tr -cd '[:print:]') =~ '"diverged": {"first": '([0123456789]+), ]] || return
+    first=${BASH_REMATCH[1]}
+    is_number "$first"
+}
+onward() { # print from where the next start of train continues: it may go back, by request or before it diverged
+    local first newest=$newest before=
+    if goes_back; then
+        newest=$back
+    elif $rolls_back && diverged; then
+        look "$first"
+        before=", before it diverged at step $first"
+    fi
+    if [ "$newest" = 0 ]; then echo "the beginning$before"; else echo "step $newest$before"; fi
+}
+"""
 
 CHOOSE_COORDINATOR = f"""\
     # The tasks would ask scontrol for the first node, but a container may not have it.
@@ -244,7 +266,7 @@ retry() { # let a waiting node take the place of one that is lost or named; fail
     if [ "$code" = {stopped} ] || [ -n "$asked" ] || ! choose || [ "${nodes[*]}" = "$was" ]; then return 1; fi
     before=$newest
     # Back to an earlier step only if the start before has not gone back yet; its folder need not be empty now.
-    if ! [ -e "$old" ] || [ "$old" -nt "$state.began" ]; then resume=auto; fi
+    if ! goes_back; then resume=auto; fi
     say "exit code $code on $was; started again on ${nodes[*]}{onward}"
 }
 while retry; do attempt; done
@@ -261,6 +283,6 @@ GO_BACK = """
 # Go back to step {step}, unless an earlier start of this job did: then the newest checkpoint of before is gone, or new.
 resume=auto
 if [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && ! put "$state.began"; then say "$state.began cannot be written"; exit 1; fi
-old=$run/checkpoints/sums/{newest}.json
-if [ -e "$old" ] && [ ! "$old" -nt "$state.began" ]; then resume={step}; fi
+old=$run/checkpoints/sums/{newest}.json back={step}
+if goes_back; then resume=$back; fi
 """

@@ -64,7 +64,7 @@ def test_nothing_is_written_through_a_link(played, name, target):
     link.symlink_to(Path(target).absolute())
     save(20, 60)
     script = made(resume="20", newest=60).text()
-    assert "exit code 1; requeued, to continue from step 60" in played.run(script, "exit 1")[1]
+    assert "exit code 1; requeued, to continue from step 20" in played.run(script, "exit 1")[1]
     assert played.calls("srun")[0][-1] == "--resume=20"
     assert Path("mine").read_text() == "1 0\n"
     assert not Path("absent").exists()

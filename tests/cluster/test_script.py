@@ -11,6 +11,9 @@ import pytest
 
 from jaxdist.cluster.slurm import INHERITED, PRESETS, Script, directive
 from jaxdist.config import RequestError
+from jaxdist.training import rollback
+from jaxdist.training.run_dir import RunFolder
+from jaxdist.training.run_facts import FILE
 from tests.cluster.played import Played
 
 EVIL = "a b; touch evil $(touch evil) `touch evil` 'c' \"d\" # %j é"
@@ -143,9 +146,36 @@ def test_a_new_checkpoint_begins_the_count_again(played):
 
 
 def test_a_run_that_goes_back_by_itself_is_told_of(played):
-    save(10)
-    written = played.run(made(rolls_back=True).text(), "exit 1")[1]
-    assert written.endswith("requeued, to continue from step 10 (after spikes, from before them)\n")
+    """By the run.json that a run writes, whose reason and other facts say nothing to the script."""
+    save(10, 20, 30)
+    told = lambda **more: played.run(made(restarts=99, **more).text(), "exit 1")[1].rpartition("continue from ")[2]
+    folder = RunFolder(Path("runs/a"))
+    facts = folder.path / FILE
+    facts.write_text('{"id": "x\\"diverged\\": {\\"first\\": 3, "}')
+    assert told(rolls_back=True) == "step 30\n"
+    for first, where in ((30, "step 20"), (31, "step 30"), (10, "the beginning")):
+        rollback.note(folder, rollback.Trouble(first, "9-12", '"diverged": {"first": 3, '))
+        assert told(rolls_back=True) == f"{where}, before it diverged at step {first}\n"
+        assert told() == "step 30\n"
+    # Only as long as nothing is settled, and never through a link.
+    whole = facts.read_text()
+    for harm in ("10", "a[$(touch evil)]", "-1", "1e1", "99999999999"):
+        facts.write_text(whole.replace('"first": 10', f'"first": {harm}'))
+        assert ("before" in told(rolls_back=True)) == (harm == "10")
+    assert not Path("evil").exists()
+    facts.rename("elsewhere")
+    facts.symlink_to(Path("elsewhere").absolute())
+    assert told(rolls_back=True) == "step 30\n"
+
+
+def test_a_request_to_go_back_is_told_of_until_the_run_has_gone_back(played):
+    save(20, 60)
+    time.sleep(0.02)
+    text = made(resume="20", newest=60, rolls_back=True).text()
+    assert "requeued, to continue from step 20\n" in played.run(text, "exit 1")[1]
+    Path("runs/a/checkpoints/sums/60.json").unlink()
+    save(40)
+    assert "requeued, to continue from step 40\n" in played.run(text, "exit 1", SLURM_RESTART_COUNT="1")[1]
 
 
 @pytest.mark.parametrize(("code", "words"), [(0, "done"), (2, "the request was refused: that is not tried again")])
