@@ -104,6 +104,8 @@ attempt() { # make a start; return where the job may be tried again, and end it 
         exit "$code"
     fi
     if ! put "$state.failures" "$failures $newest"; then
+        # Slurm may end the job while the file is written, and requeues it itself, as after the loss of a node.
+        if [ -n "$ended" ]; then say "ended by Slurm (exit code $code)"; exit "$code"; fi
         say "exit code $code; $state.failures, which counts the failures, cannot be written: submit it again"
         exit "$code"
     fi

@@ -89,6 +89,13 @@ def test_a_job_that_cannot_count_its_failures_is_not_requeued(played):
     assert [path.name for path in failures().parent.iterdir()] == ["7.failures"]
 
 
+def test_a_job_that_slurm_ends_while_it_counts_says_so(played):
+    """As after the loss of a node, where Slurm requeues it: the signal reaches all that the script has started."""
+    (played.folder / "mktemp").write_text("#!/bin/bash\nkill $PPID $$\n")
+    (played.folder / "mktemp").chmod(0o755)
+    assert played.run(made().text(), "exit 134") == (134, "jaxdist.launch: job 7: ended by Slurm (exit code 134)\n")
+
+
 def test_a_folder_of_logs_that_is_a_link_is_refused(played):
     Path("elsewhere").mkdir()
     Path("runs/a").mkdir(parents=True)

@@ -1,5 +1,6 @@
 """Jobs of a real Slurm, written by `launch slurm`: whatever happens to one, its run goes on as one process's would."""
 
+import math
 import os
 import re
 import shlex
@@ -93,6 +94,34 @@ def test_a_job_that_runs_out_of_time_is_requeued_loses_a_node_and_is_cancelled(c
         network.join("n2")
         cluster.run("scontrol", "update", "nodename=n3", "state=resume")
         cluster.run("scontrol", "reconfigure")  # a node that is back is asked at once, and not in half a minute
+        cluster.until(lambda: cluster.nodes("idle") == 4, 60, "nodes to come back")
+    same(folder)
+
+
+@pytest.mark.exhaustive
+def test_an_automatic_mesh_is_planned_again_for_the_nodes_that_are_left(cluster, network, words, tmp_path, same):
+    """4 nodes, and 3 after one is lost: another mesh, the same batch, and each step as of one process."""
+    folder = tmp_path / "run"
+    try:
+        number, log = submitted(cluster, *words("--mesh=auto", *LONG), "--nodes=3-4", "--time=60")
+        said = lambda: log.read_text(errors="replace") if log.exists() else ""
+        until = lambda true: cluster.until(true, PATIENCE, lambda: f"{said()}\n{cluster.job(number)}")
+        until(lambda: saved(folder) >= 5)
+        network.cut("n2")
+        until(lambda: cluster.job(number)["JobState"] == "PENDING")
+        until(lambda: not cluster.run("squeue", "-h", "--steps", f"--jobs={number}"))
+        newest = saved(folder)
+        cluster.at_once(number)
+        until(lambda: step_of(folder) >= newest + 10)
+        assert f"from the checkpoint of step {newest}" in said()
+        assert cluster.job(number)["NodeList"] == "n[0-1,3]"
+        meshes = re.findall(r"^mesh        (.+?);", said(), re.MULTILINE)
+        assert [math.prod(map(int, re.findall(r"=(\d+)", mesh))) for mesh in meshes] == [4, 3]
+        cluster.run("scancel", number)
+        cluster.wait(number, "CANCELLED", PATIENCE)
+    finally:
+        network.join("n2")
+        cluster.run("scontrol", "reconfigure")
         cluster.until(lambda: cluster.nodes("idle") == 4, 60, "nodes to come back")
     same(folder)
 
