@@ -8,6 +8,7 @@ from jaxdist.request.checks import (
     check_picture,
     fits,
     fitting,
+    refilled,
 )
 from jaxdist.request.commandline import JOB_KNOBS, LAYOUT_KNOBS, STEP_KNOBS, Request, arguments, outcome, run
 from jaxdist.request.options import JSON, Extra
@@ -32,6 +33,7 @@ __all__ = [
     "fitting",
     "load",
     "outcome",
+    "refilled",
     "run",
     "to_toml",
 ]

@@ -28,7 +28,7 @@ from jaxdist.planning import communication, memory, optimizer_state
 from jaxdist.planning.hardware import Gpu
 from jaxdist.planning.sharded_model import ShardedModel
 from jaxdist.process.gpu_memory import gpu_share
-from jaxdist.request import Enough, check_mesh_fits
+from jaxdist.request import Enough, check_mesh_fits, refilled
 from jaxdist.sharding import Layout, capability_of
 from jaxdist.training.engine import Engine
 from jaxdist.training.forward.asked import Forward
@@ -86,8 +86,11 @@ class Run:
         self.device = gpu or (devices or jax.devices())[0]
         """One of the devices, or its description; all are of its kind."""
         # First, because the form of attention over `context` depends on it, and sizes must fit that form.
-        self.config = config = config.with_precision(self.device.platform == "cpu", capability_of(self.device))
+        config = config.with_precision(self.device.platform == "cpu", capability_of(self.device))
         scaled_loss.check(config)
+        self.asked = config
+        """The configuration before its micro-batches were made to divide over the mesh."""
+        self.config = config = refilled(config, self.mesh.size) if batch else config
         self.split = split = Split(config, self.mesh.shape)
         check_mesh_fits(split, batch)
         self.layout = Layout.of(split, self.mesh, self.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from shutil import get_terminal_size
@@ -227,8 +227,20 @@ def _places(run: Run) -> list[Row]:
     rows = []
     if jax.process_count() > 1:
         rows += [("", line) for line in host_lines(run.mesh)]
-    rows += [("note", note) for note in notes(run.mesh, Enough(run.config))]
+    rows += [("note", note) for note in [*_refilled(run), *notes(run.mesh, Enough(run.config))]]
     return rows + _sites(run)
+
+
+def _refilled(run: Run) -> Iterator[str]:
+    """Yield a sentence where the run has other micro-batches than it was asked for."""
+    split = run.split
+    asked = replace(split, config=run.asked)
+    if asked.micro_batches != split.micro_batches:
+        yield (
+            f"{split.micro_batches_knob} is {split.micro_batches} in the place of {asked.micro_batches}, because "
+            f"train.global_batch_size {run.config.train.global_batch_size} does not divide by {asked.micro_batches} x "
+            f"{counted(split.ranks, 'rank')}"
+        )
 
 
 def _sites(run: Run) -> list[Row]:

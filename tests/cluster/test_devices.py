@@ -13,8 +13,9 @@ from jaxdist.cluster import gpus, kv_store, runtime
 from jaxdist.cluster.process_env import ProcessEnv
 from jaxdist.cluster.rendezvous import Member, _needed, why_incomplete
 from jaxdist.config import Config, RequestError
-from jaxdist.mesh import AXES, DATA, devices_asked, parse_mesh
-from jaxdist.request import Enough, fitting
+from jaxdist.mesh import AXES, DATA, devices_asked, fill, parse_mesh
+from jaxdist.mesh.split import Split
+from jaxdist.request import Enough, check_mesh_fits, fitting, load, refilled
 from tests import forks
 from tests.processes import ROOT, told
 
@@ -34,6 +35,43 @@ from tests.processes import ROOT, told
 def test_a_mesh_that_fills_itself_takes_what_the_batch_divides_by(mesh, batch, devices, taken):
     config = Config(mesh=mesh, train=dict(global_batch_size=batch))
     assert fitting(config, devices) == taken
+
+
+@pytest.mark.parametrize(
+    ("mesh", "batch", "parts", "devices", "taken"),
+    [
+        ("-1x1x1", 24, 3, 4, (4, 3)),
+        ("-1x1x1", 24, 3, 3, (3, 4)),  # the next that divides
+        ("-1x1x1", 48, 16, 4, (4, 12)),  # there is no larger one
+        ("-1x1x1", 24, 3, 5, (4, 3)),  # 5 ranks cannot share the rows at all
+        ("-1x2x1", 24, 3, 6, (6, 4)),
+        ("-1x1x2", 40, 8, 8, (8, 10)),  # those of a pipeline
+        ("3x1x1", 24, 3, 3, (3, 3)),  # nothing to fill: it is refused
+    ],
+)
+def test_a_mesh_that_fills_itself_takes_the_next_micro_batches_that_divide(mesh, batch, parts, devices, taken):
+    pipelined = mesh.endswith("2")
+    train = dict(global_batch_size=batch) | ({} if pipelined else dict(accumulation=parts))
+    config = Config(mesh=mesh, train=train, pipeline=dict(microbatches=parts if pipelined else 0))
+    used = fitting(config, devices)
+    found = refilled(config, used)
+    numbers = (used, found.pipeline.microbatches if pipelined else found.train.accumulation)
+    assert numbers == taken
+    back = {"train.accumulation": config.train.accumulation, "pipeline.microbatches": config.pipeline.microbatches}
+    assert found.with_knobs(back) == config
+    split = Split(found, fill(parse_mesh(mesh), used))
+    if mesh != "3x1x1":
+        check_mesh_fits(split)
+        return
+    with pytest.raises(RequestError, match=r"24 does not divide by train\.accumulation 3 x 3 data ranks"):
+        check_mesh_fits(split)
+
+
+def test_micro_batches_stay_where_something_is_learned_from_each():
+    """The statistics of batch norm are those of a micro-batch."""
+    images = load("cnn_digits", {"mesh": "-1x1x1", "train.global_batch_size": "24", "train.accumulation": "3"})
+    assert fitting(images, 3) == 2
+    assert refilled(images, 3) == images
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_a_job_that_runs_out_of_time_is_requeued_loses_a_node_and_is_cancelled(c
     cluster.run("scontrol", "update", "nodename=n3", "state=drain", "reason=test")
     try:
         # Slurm asks to stop 110 s before the limit: at once, where the limit is two minutes away.
-        options = words("--mesh=-1x1x1", *LONG, "--checkpoint.grace-seconds=80")
+        options = words("--mesh=-1x1x1", *LONG, "--train.accumulation=2", "--checkpoint.grace-seconds=80")
         number, log = submitted(cluster, *options, "--nodes=2-3", "--time=60")
         said = lambda: log.read_text(errors="replace") if log.exists() else ""
         job = lambda: cluster.job(number)
@@ -85,6 +85,7 @@ def test_a_job_that_runs_out_of_time_is_requeued_loses_a_node_and_is_cancelled(c
 
         assert starts(4) == newest
         assert "2 x cpu" in said()
+        assert "note        train.accumulation is 3 in the place of 2, because" in said()
         cluster.run("scancel", number)
         assert cluster.wait(number, "CANCELLED", PATIENCE)["Restarts"] == "3"
         until(lambda: f"stopped by SIGTERM: step {saved(folder)} is saved" in said())

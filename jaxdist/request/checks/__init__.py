@@ -15,7 +15,7 @@ from jaxdist.request.checks import (
     training,
 )
 from jaxdist.request.checks.files import check_output, check_output_folder, check_picture
-from jaxdist.request.checks.mesh import Enough, check_mesh_fits, fits, fitting
+from jaxdist.request.checks.mesh import Enough, check_mesh_fits, fits, fitting, refilled
 from jaxdist.request.checks.registry import CHECKS, problems
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "pipeline",
     "preferences",
     "problems",
+    "refilled",
     "scaled_loss",
     "sequence",
     "training",

@@ -7,7 +7,7 @@ from jaxdist.config.values import MOST_DEVICES
 from jaxdist.mesh import AUTO, FILL, MOST_CPU_DEVICES, devices_asked, fill, fixed_devices, requested
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted, divisors
-from jaxdist.request.checks.mesh import check_mesh_fits, fits, fitting
+from jaxdist.request.checks.mesh import check_mesh_fits, fits, fitting, refilled
 
 
 def check_nodes(config: Config, fewest: int, most: int, gpus: int, tasks: int) -> None:
@@ -83,7 +83,8 @@ def check_sizes(config: Config, devices: int) -> None:
     """Raise `RequestError` if a size of the run does not divide over the mesh on `devices` devices."""
     # The automatic mesh is chosen so that the sizes divide.
     if config.mesh != AUTO:
-        check_mesh_fits(Split(config, fill(requested(config.mesh), fitting(config, devices))))
+        used = fitting(config, devices)
+        check_mesh_fits(Split(refilled(config, used), fill(requested(config.mesh), used)))
 
 
 def fills(config: Config, processes: int, each: int) -> bool:

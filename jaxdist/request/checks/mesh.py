@@ -59,12 +59,42 @@ def check_mesh_fits(split: Split, batch: bool = True) -> None:
 
 
 def fits(config: Config, devices: int) -> bool:
-    """Return whether the mesh takes exactly `devices` devices, and the sizes of the run divide over it."""
+    """Return whether the mesh takes exactly `devices` devices, and the sizes of the run divide over it.
+
+    Over a mesh with a `-1` it is enough that they do in other micro-batches: see `refilled`.
+    """
     # The automatic mesh is planned for the devices that there are.
     if config.mesh == AUTO:
         return True
     split = _split_over(config, devices)
-    return split is not None and not any(problem for _, find in FITS for problem in find(split))
+    return split is not None and any(map(_all_divide, [split, *_in_other_micro_batches(split)]))
+
+
+def refilled(config: Config, devices: int) -> Config:
+    """Return `config` with the micro-batches in which it `fits` this number of devices; itself where it fits in none.
+
+    They change only where its own number does not divide: to the next larger one that does, or else to the largest.
+    The batch and the loss stay the same.
+    """
+    split = _split_over(config, devices)
+    if split is None or _all_divide(split):
+        return config
+    return next((other.config for other in _in_other_micro_batches(split) if _all_divide(other)), config)
+
+
+def _all_divide(split: Split) -> bool:
+    return not any(problem for _, find in FITS for problem in find(split))
+
+
+def _in_other_micro_batches(split: Split) -> Iterator[Split]:
+    """Yield the same split in other numbers of micro-batches, if what is learned does not depend on them."""
+    config = split.config
+    rows, rest = divmod(config.train.global_batch_size, split.ranks)
+    if FILL not in requested(config.mesh).values() or config.model.images or not split.flush or rest:
+        return
+    numbers = divisors(rows)
+    for number in [*(number for number in numbers if number > split.micro_batches), numbers[-1]]:
+        yield split.with_knobs({split.micro_batches_knob: number})
 
 
 def _split_over(config: Config, devices: int) -> Split | None:
