@@ -1,7 +1,7 @@
 """Heartbeats: a small file in which each process keeps reporting what it does; they show stragglers and lost ranks.
 
 heartbeats/PROCESS.json   replaced every few seconds; the file's own time, from one clock for all, says when
-heartbeats/named.txt      a line for each host that the others have named as lost or behind: host, time, reason
+heartbeats/named.txt      a line for each host that was named as lost, behind or faulty: host, time, reason
 """
 
 from __future__ import annotations
@@ -216,13 +216,14 @@ def read(folder: Path, only: int | None = None) -> list[Heartbeat]:
     return sorted(beats, key=lambda beat: beat.process)
 
 
-def name_host(folder: Path, beat: Heartbeat, reason: str) -> None:
-    """Add the host of a process to those that were named; errors are ignored, as for a heartbeat."""
+def name_host(folder: Path, host: str, reason: str) -> bool:
+    """Add a host to those that were named, and return whether that was possible: errors are ignored."""
     # One line, and a name that the script can compare: it may come from another host.
-    host = "".join(beat.host.split())
-    line = printable(f"{host} {clock()} {' '.join(reason.split())}"[:LONGEST])
+    line = printable(f"{''.join(host.split())} {clock()} {' '.join(reason.split())}"[:LONGEST])
     with contextlib.suppress(OSError), open_no_follow(folder / NAMED, "a") as file:
         file.write(f"{line}\n")
+        return True
+    return False
 
 
 def waited_for(beats: Sequence[Heartbeat], now: float, stalled: bool = False) -> dict[int, str]:

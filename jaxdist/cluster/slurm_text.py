@@ -187,8 +187,8 @@ CHOOSE_COORDINATOR = f"""\
 """
 
 NODES = r"""
-# Nodes that the run itself has named as lost or behind (RUN/heartbeats/named.txt, with the reasons) are excluded from
-# the next start of the job. Only names of nodes that the job has are taken from that file.
+# Nodes that the run or the doctor has named as bad (RUN/heartbeats/named.txt, with the reasons) are excluded from the
+# next start of the job. Only names of nodes that the job has are taken from that file.
 named=$run/heartbeats/named.txt
 lines() { if [ -f "$named" ] && [ ! -L "$named" ]; then wc -l <"$named"; else echo 0; fi; }
 seen=$(lines) bad=" "

@@ -199,7 +199,7 @@ class Watchdog:
             self._reported.add(beat.process)
             reason = f"{beat.name} is lost or cut off at step {self.step}: no heartbeat for {age:.0f} s"
             faults.say(self.env, f"{reason}; when the job ends, {self.goes_on()}")
-            heartbeat.name_host(self._heartbeat.folder, beat, reason)
+            heartbeat.name_host(self._heartbeat.folder, beat.host, reason)
 
     def _ask_for_stragglers(self) -> list[str]:
         """Return the sentences of `_find_stragglers`, for which one process reads the heartbeats, and tells the others.
@@ -225,7 +225,7 @@ class Watchdog:
         for process, what in waited.items():
             beat = by_process[process]
             sentences.append(f"the others wait for {beat.name}: {what}")
-            heartbeat.name_host(self._heartbeat.folder, beat, sentences[-1])
+            heartbeat.name_host(self._heartbeat.folder, beat.host, sentences[-1])
         return sentences
 
     def _in_time(self, look: Callable[[], Sequence[Any]]) -> list[Any]:

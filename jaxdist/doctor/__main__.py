@@ -11,7 +11,7 @@ import shlex
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, NoReturn
 from jaxdist.cluster.process_env import ProcessEnv, find
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.doctor import findings, machine, software, watching
-from jaxdist.doctor.findings import Finding, Here, unchecked, wrong
+from jaxdist.doctor.findings import Finding, Here, unchecked, warning, wrong
+from jaxdist.doctor.naming import name_hosts
 from jaxdist.process.exit_codes import DONE, REFUSED
 from jaxdist.request import JSON, arguments, run
 from jaxdist.request.options import Scan
@@ -75,6 +76,7 @@ def _watch(argv: list[str], folder: Path) -> int:
     """Print the state of the processes of a run."""
     request = arguments(argv, "doctor", DESCRIPTION, positional="RUN", extras=[JSON], knobs=(), of_fit=True)
     result = watching.watch(folder)
+    result["named"] = name_hosts(folder, result["bad_hosts"])
     if request.extras["json"]:
         print(json.dumps(result))
     else:
@@ -237,7 +239,8 @@ class Doctor:
         except RequestError as error:
             self.found += [wrong("mesh", problem, "") for problem in error.problems]
         except Exception as error:
-            self.found.append(wrong("devices", f"JAX does not start them: {error}".splitlines()[0], "see driver"))
+            text = f"JAX does not start them: {error}".splitlines()[0]
+            self.found.append(wrong("devices", text, "see driver", of_node=True))
         return None, None
 
     def _patience(self, name: str, what: str) -> Patience:
@@ -254,11 +257,16 @@ class Doctor:
             print("\n".join(findings.as_text(result)), flush=True)
         return _exit_code(result["healthy"])
 
+    def _name_bad_hosts(self, found: Sequence[Finding]) -> Iterator[Finding]:
+        """Name the hosts that alone are bad in the folder of the run, if there is one; yield findings that say so."""
+        for line in name_hosts(self.here.config.folder, findings.bad_hosts(found)):
+            yield from findings.for_all([warning("nodes", line, "see the check that is wrong there")])
+
     def _end(self, found: list[Finding]) -> int:
         """Print the report in process 0, and exit with the same code in all processes."""
         env = self.here.env
         if env.leader:
-            self._print(found)
+            self._print([*found, *self._name_bad_hosts(found)])
         code = _exit_code(findings.report(found, env.processes)["healthy"])
         if not env.alone:
             import jax

@@ -66,7 +66,7 @@ def judged_use(here: Here, platform: str, used: int, processes: int) -> Finding:
         remedy = "see driver and versions"
         if hidden:
             remedy = f"unset CUDA_VISIBLE_DEVICES, or {remedy}"
-        return wrong("devices", f"{text}: JAX uses the {platform}", remedy)
+        return wrong("devices", f"{text}: JAX uses the {platform}", remedy, of_node=not hidden)
     if hidden:
         return ok("devices", f"{text}; CUDA_VISIBLE_DEVICES hides others")
     return wrong("devices", text, "start a process for each, or give one all of them (--gpus-per-node)")
@@ -98,7 +98,7 @@ def reductions(here: Here, mesh: jax.sharding.Mesh, hosts: Sequence[str]) -> Ite
         if bad:
             text = f"{bad[0]} and {len(bad) - 1} more have a wrong sum"
             remedy = "do not train on them: let the administrator test the device, its links and driver"
-            yield wrong(check, text, remedy)
+            yield wrong(check, text, remedy, of_node=True)
         elif here.env.leader:
             count = mesh.shape[axis]
             line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(count, -1)[:, 0]

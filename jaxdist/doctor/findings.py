@@ -39,6 +39,8 @@ class Finding:
     remedy: str = ""
     """What to do about it."""
     host: str = ""
+    of_node: bool = False
+    """Whether it is a fault of the host itself, which no request of the job can bring about."""
 
 
 @dataclass
@@ -80,9 +82,9 @@ def warning(check: str, text: str, remedy: str) -> Finding:
     return Finding(check, WARNING, text, remedy)
 
 
-def wrong(check: str, text: str, remedy: str) -> Finding:
+def wrong(check: str, text: str, remedy: str, of_node: bool = False) -> Finding:
     """Return a finding that would make a run fail."""
-    return Finding(check, WRONG, text, remedy)
+    return Finding(check, WRONG, text, remedy, of_node=of_node)
 
 
 def refused(check: str, error: RequestError) -> Finding:
@@ -106,6 +108,18 @@ def at(host: str, findings: Iterable[Finding]) -> list[Finding]:
     return [replace(finding, host=finding.host or host) for finding in findings]
 
 
+def bad_hosts(findings: Sequence[Finding]) -> dict[str, str]:
+    """Return the hosts that have a fault of their own which no other host of the job has, each with what it is."""
+    if len({finding.host for finding in findings} - {ALL}) < 2:
+        return {}
+    faults: dict[str, dict[str, str]] = {}
+    for finding in findings:
+        if finding.state == WRONG and finding.of_node:
+            faults.setdefault(finding.check, {}).setdefault(finding.host, finding.text)
+    single = {check: hosts for check, hosts in faults.items() if len(hosts) == 1}
+    return {host: f"{check}: {text}" for check, hosts in reversed(single.items()) for host, text in hosts.items()}
+
+
 def report(findings: Sequence[Finding], processes: int) -> dict[str, Any]:
     """Return all findings as JSON has them: equal ones once, with their hosts, in the order of the checks."""
     order = {name: i for i, name in enumerate(dict.fromkeys(finding.check for finding in findings))}
@@ -117,7 +131,7 @@ def report(findings: Sequence[Finding], processes: int) -> dict[str, Any]:
     rows = []
     for finding, found_on in hosts.items():
         row = asdict(finding)
-        del row["host"]
+        del row["host"], row["of_node"]
         row["hosts"] = found_on
         rows.append(row)
     healthy = not any(finding.state == WRONG for finding in findings)

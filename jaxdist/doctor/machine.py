@@ -41,7 +41,8 @@ def driver(here: Here, root: Path = Path("/")) -> Iterator[Finding]:
     # A container may have the devices without nvidia-smi.
     here.gpus = len(names) or len(list((proc / "gpus").glob("*"))) or len(devices)
     if problem:
-        yield wrong("driver", problem, "let the administrator repair the driver; a restart helps after an update")
+        remedy = "let the administrator repair the driver; a restart helps after an update"
+        yield wrong("driver", problem, remedy, of_node=True)
     elif devices and not names and not (proc / "version").exists():
         text = f"{counted(len(devices), 'device')} /dev/nvidia*, but neither nvidia-smi nor /proc/driver/nvidia"
         yield wrong("driver", text, "give the container NVIDIA's driver (--nv, --gpus all), or load its kernel module")
@@ -91,7 +92,7 @@ def _check_gpus(here: Here, names: Sequence[str], version: str) -> Iterator[Find
             remedy = "update the driver"
             if cuda == 13 and int(major) >= LEAST_DRIVER[12]:
                 remedy += " or install 'jaxdist[gpu]' (CUDA 12)"
-            found.append(wrong("driver", text, remedy))
+            found.append(wrong("driver", text, remedy, of_node=True))
     if found:
         yield from found
         return
@@ -107,13 +108,14 @@ def limits(here: Here, root: Path = Path("/")) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         text = f"at most {soft} open files; {counted(processes, 'process')} need about {needed}"
-        found.append(wrong("limits", text, _raise_open_files(needed, hard)))
+        found.append(wrong("limits", text, _raise_open_files(needed, hard), of_node=True))
     # InfiniBand pins the memory that it reads and writes.
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cards = list((root / "sys/class/infiniband").glob("*"))
     if cards and locked != resource.RLIM_INFINITY:
         text = f"at most {locked:,} bytes of locked memory, but InfiniBand ({cards[0].name}) needs more"
-        found.append(wrong("limits", text, "ulimit -l unlimited; under Slurm PropagateResourceLimitsExcept=MEMLOCK"))
+        remedy = "ulimit -l unlimited; under Slurm PropagateResourceLimitsExcept=MEMLOCK"
+        found.append(wrong("limits", text, remedy, of_node=True))
     if here.gpus > 1:
         shared = shutil.disk_usage(root / "dev/shm").total
         if shared < SHARED_MEMORY:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 from jaxdist.cluster import address as addresses
 from jaxdist.cluster import kv_store, preflight
@@ -48,7 +49,7 @@ def own_name(here: Here) -> Iterator[Finding]:
         try:
             addresses.check_own_name()
         except RequestError as error:
-            yield refused("own name", error)
+            yield replace(refused("own name", error), of_node=True)
         else:
             name = socket.gethostname()
             yield ok("own name", f"{name} is {socket.gethostbyname(name)}")

@@ -52,6 +52,7 @@ def watch(folder: Path) -> dict[str, Any]:
         "healthy": not problems,
         "processes": rows,
         "problems": problems,
+        "bad_hosts": _bad_hosts(beats, now),
         "remarks": remarks(history.read(run.metrics), _config_of(run)),
         "goodput": {"text": str(spent), **spent.figures} if spent.starts else None,
     }
@@ -87,6 +88,23 @@ def _problems(beats: Sequence[Heartbeat], slow: Mapping[int, str], now: float) -
     return problems
 
 
+def _bad_hosts(beats: Sequence[Heartbeat], now: float) -> dict[str, str]:
+    """Return the only host that is slow or that the others wait for, with what is known of it; nothing of several.
+
+    What looks so by the clock of the reader must also do so by the times of the files alone: clocks may differ.
+    """
+    newest = max(beat.time for beat in beats)
+    found: dict[str, str] = {}
+    for text, look in (("the others wait for", heartbeat.waited_for), ("slow or behind is", heartbeat.stragglers)):
+        by_reader, by_files = look(beats, now), look(beats, newest)
+        for beat in beats:
+            if beat.process in by_reader and beat.process in by_files:
+                found.setdefault(beat.host, f"{text} {beat.name}: {by_reader[beat.process]}")
+    if len(found) > 1 or len({beat.host for beat in beats}) == 1:
+        return {}
+    return found
+
+
 def _state(beat: Heartbeat, now: float) -> str:
     if beat.ended is not None:
         return OUTCOMES.get(beat.ended, "failed")
@@ -108,7 +126,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         rows.append((process, row["host"], row["state"], step, heard, about, row["doing"], *times))
     learned = [f"metrics: {remark}" for remark in result["remarks"]]
     spent = [f"goodput: {result['goodput']['text']}"] if result["goodput"] else []
-    return [*table(rows), *(result["problems"] or ["nothing is wrong with it"]), *learned, *spent]
+    problems = result["problems"] or ["nothing is wrong with it"]
+    return [*table(rows), *problems, *result.get("named", []), *learned, *spent]
 
 
 def _seconds(value: float | None) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from jaxdist.cluster.consensus import from_all
-from jaxdist.cluster.rendezvous import members
+from jaxdist.cluster.rendezvous import host_names, members
 from jaxdist.output.units import counted
 from jaxdist.parallel.checksums import checksums
 from jaxdist.sharding import named
@@ -71,7 +71,8 @@ class DeviceCopies:
             raise Diverged(
                 f"after step {step} the devices hold different copies of {first.array}{more}: "
                 f"{self._named(first.devices)} of {first.copies} copies; memory or arithmetic of a device is wrong, "
-                f"and nothing of this step is saved"
+                f"and nothing of this step is saved",
+                host=self._only_host(place for difference in found for place in difference.devices),
             )
         self._checked = step
 
@@ -114,6 +115,12 @@ class DeviceCopies:
             held = array.sharding.devices_indices_map(array.shape)
             self._groups[key] = tuple(parts.setdefault(str(held[device]), len(parts)) for device in self.devices)
         return self._groups[key]
+
+    def _only_host(self, places: Iterable[int]) -> str:
+        """Return the host of all devices in these places; empty where there are several, or the run has no other."""
+        hosts = host_names(self.devices)
+        found = {hosts[place] for place in places}
+        return found.pop() if len(found) == 1 < len(set(hosts)) else ""
 
     def _named(self, places: Sequence[int]) -> str:
         """Return the names of devices, with their hosts."""

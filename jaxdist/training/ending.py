@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 
 import jax
 
+from jaxdist.cluster import heartbeat
+from jaxdist.cluster.consensus import leader
 from jaxdist.cluster.job import Job
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.checkpoint.orbax_writer import SaveFailed
@@ -41,6 +43,8 @@ def reporting_end(
         yield
     except Diverged as error:
         # In all processes alike.
+        if error.host and leader():
+            heartbeat.name_host(folder.heartbeats, error.host, str(error))
         latest = checkpoints.describe_latest()
         say(f"stopped: {error}; {diverged(error) or latest}")
         raise Ended from error

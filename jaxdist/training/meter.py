@@ -34,10 +34,11 @@ MOST_UNREAD = 100
 class Diverged(RuntimeError):
     """The run cannot go on: too many steps in a row were skipped, or its state is not finite, or differs by device."""
 
-    def __init__(self, reason: str, steps: range | None = None):
-        """Take the `steps` whose batches may be the cause, where these are known."""
+    def __init__(self, reason: str, steps: range | None = None, host: str = ""):
+        """Take the `steps` whose batches may be the cause, or the `host`, where these are known."""
         super().__init__(reason)
         self.steps = steps
+        self.host = host
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -83,7 +84,7 @@ def test_two_healthy_hosts_make_one_report(network, tmp_path):
 def test_faults_between_hosts_are_found_in_one_report(network, tmp_path):
     """n1 has its name for its loopback, a wrong clock, a run folder of its own, few files, a flag that does not exist;
     its proxy, which is not there, is in nobody's way."""
-    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "a").mkdir(parents=True)
     run, loopback = tmp_path / "runs" / "a", lambda right: right.replace("10.77.0.11", "127.0.1.1")
     own = f"mount -t tmpfs tmpfs {tmp_path / 'runs'}; ulimit -n 250"
     plant = "own = time.time; time.time = lambda: own() - 100\n"
@@ -101,6 +102,12 @@ def test_faults_between_hosts_are_found_in_one_report(network, tmp_path):
     for check in ("own name", "XLA_FLAGS", "limits"):
         assert [row[0] for row in found[check] if row[2] == ["n1"]] == ["wrong"], check
     assert found["all-reduce"] == [("not checked", "devices could not talk over this network", ["all"])]
+    # Only n1 is named, though n0 says that it cannot find it.
+    file = run / "heartbeats" / "named.txt"
+    (line,) = file.read_text().splitlines()
+    assert re.fullmatch(r"n1 \S+Z jaxdist\.doctor: .*", line)
+    told_of = f"n1 is named in {file}: the next start of a Slurm job leaves it out"
+    assert found["nodes"] == [("warning", told_of, ["all"])]
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ import signal
 import statistics
 import time
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,7 @@ from jaxdist.cluster.heartbeat import (
     WAITING,
     Heartbeat,
     HeartbeatWriter,
+    Spent,
     stragglers,
     waited_for,
 )
@@ -212,15 +215,15 @@ def test_where_process_0_does_not_answer_process_1_alone_reads_them(tmp_path, mo
 
 def test_a_host_that_is_named_is_one_word_of_one_line(tmp_path):
     """Its name comes from another host, and a shell reads it."""
-    name = lambda host, reason: heartbeat.name_host(tmp_path, replace(beat(3, 5), host=host), reason)
-    name("n 3\nn4", "is\nlost\x1b[2J")
+    name = partial(heartbeat.name_host, tmp_path)
+    assert name("n 3\nn4", "is\nlost\x1b[2J")
     name("x" * 9000, "y")
     first, second = (tmp_path / heartbeat.NAMED).read_text().splitlines()
     assert re.fullmatch(r"n3n4 \S+Z is lost\\u001b\[2J", first)
     assert len(second) <= heartbeat.LONGEST
     (tmp_path / heartbeat.NAMED).unlink()
     (tmp_path / heartbeat.NAMED).symlink_to(tmp_path / "elsewhere")
-    name("n3", "is lost")
+    assert not name("n3", "is lost")
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -237,6 +240,62 @@ def test_process_0_looks_for_all_and_process_1_for_process_0(tmp_path, monkeypat
     named = [line.split()[0] for line in (tmp_path / heartbeat.NAMED).read_text().splitlines()]
     assert named == ["n0", "n7", "n0"]
     assert heartbeat.every(1024) == 32.0
+
+
+def watched(folder: Path, *beats: Heartbeat) -> list[str]:
+    """The hosts that are named in a run folder after the doctor has looked at these heartbeats, as by `NOW`."""
+    (folder / "heartbeats").mkdir(exist_ok=True)
+    (folder / "config.toml").touch()
+    for one in beats:
+        file = folder / "heartbeats" / f"{one.process}.json"
+        file.write_text(json.dumps(asdict(one)))
+        os.utime(file, (one.time, one.time))
+    doctor([str(folder)])
+    named = folder / "heartbeats" / heartbeat.NAMED
+    return [line.split()[0] for line in named.read_text().splitlines()] if named.exists() else []
+
+
+LOST = beat(1, ago=60.0)
+
+
+@pytest.mark.parametrize(
+    ("beats", "ahead", "hosts"),
+    [
+        (three(), 0, []),
+        ([beat(0), LOST, beat(2)], 0, ["n1"]),  # silent
+        ([beat(0, since=60), beat(1, since=60, step=49), beat(2, since=60)], 0, ["n1"]),  # behind
+        ([beat(0), beat(1, step_seconds=2.0), beat(2)], 0, ["n1"]),  # slow
+        # Nobody's fault alone, or nobody's at all:
+        ([beat(0), LOST, beat(2, ago=60.0)], 0, []),
+        ([beat(0), LOST, beat(2, step_seconds=2.0)], 0, []),
+        ([replace(one, host="n0") for one in (beat(0), LOST, beat(2))], 0, []),
+        ([beat(0, ended=85), replace(LOST, ended=1), beat(2, ended=85)], 0, []),
+        ([beat(0, ago=60.0), LOST, beat(2, ago=58.0)], 0, []),
+        # The clock of the reader is ahead: some seem silent, or the one that is behind by its heartbeat waited for.
+        ([beat(0), beat(1, ago=5.0), beat(2)], 16, []),
+        ([beat(0), beat(1, ago=5.0, step=41), beat(2)], 14, []),
+    ],
+)
+def test_the_doctor_names_the_only_host_that_is_bad(beats, ahead, hosts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(watching.time, "time", lambda: NOW + ahead)
+    assert watched(tmp_path, *beats) == hosts
+    assert ("n1 is named in " in capsys.readouterr().out) == bool(hosts)
+
+
+def test_the_doctor_names_a_host_once_in_each_start_of_a_run(tmp_path, monkeypatch, capsys):
+    today = time.time()
+    monkeypatch.setattr(watching.time, "time", lambda: NOW)
+    beats = [beat(0, spent=Spent(today - 100)), LOST, beat(2)]
+    assert watched(tmp_path, *beats) == ["n1"]
+    file = tmp_path / "heartbeats" / heartbeat.NAMED
+    reason = "jaxdist.doctor: the others wait for process 1 on n1: silent for 60 s; last: stepping, step 50, for 0 s"
+    assert re.fullmatch(rf"n1 \S+Z {reason}\n", file.read_text())
+    assert watched(tmp_path, *beats) == ["n1"]
+    assert watched(tmp_path, beat(0, spent=Spent(today + 100)), *beats[1:]) == ["n1", "n1"]
+    file.unlink()
+    file.symlink_to(tmp_path / "elsewhere")
+    watched(tmp_path, *beats)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.slow

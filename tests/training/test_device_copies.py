@@ -1,10 +1,13 @@
 """Copies of arrays on several devices: a flipped bit is found, with its device, and ends the run before it is saved."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
 
 from jaxdist.config import Config
+from jaxdist.training import device_copies
 from jaxdist.training.device_copies import DeviceCopies, Difference
 from jaxdist.training.meter import Diverged
 from jaxdist.training.run import Run
@@ -27,15 +30,18 @@ def setup(mesh: str, zero: int) -> tuple[Run, DeviceCopies]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "zero", "array", "device", "bit", "found"),
+    ("mesh", "zero", "array", "device", "bit", "found", "host"),
     [
-        ("4x1x1", 0, "params.table", 2, 25, ([2], 4)),
-        ("4x1x1", 0, "optimizer", 1, 0, ([1], 4)),
-        ("4x1x1", 0, "step", 3, 31, ([3], 4)),
-        ("replica=2,data=2", 3, "params.table", 1, 7, ([1, 3], 2)),
+        ("4x1x1", 0, "params.table", 2, 25, ([2], 4), "n1"),
+        ("4x1x1", 0, "optimizer", 1, 0, ([1], 4), "n0"),
+        ("4x1x1", 0, "step", 3, 31, ([3], 4), "n1"),
+        ("replica=2,data=2", 3, "params.table", 1, 7, ([1, 3], 2), ""),
     ],
 )
-def test_a_flipped_bit_is_found_with_its_array_and_device(mesh, zero, array, device, bit, found):
+def test_a_flipped_bit_is_found_with_its_array_and_device(mesh, zero, array, device, bit, found, host, monkeypatch):
+    """And with its host, of two, where it is known."""
+    hosts = ["n0", "n0", "n1", "n1"]
+    monkeypatch.setattr(device_copies, "host_names", lambda devices: hosts)
     run, copies = setup(mesh, zero)
     run = Run(run.config.with_knobs({"parallel.replica_zero": False})) if zero else run
     with jax.set_mesh(run.mesh):
@@ -50,15 +56,24 @@ def test_a_flipped_bit_is_found_with_its_array_and_device(mesh, zero, array, dev
         assert copies.differences(bad) == [Difference(names[place], *found)]
         with pytest.raises(
             Diverged, match=rf"after step 7 .* copies of {names[place]}: device {found[0][0]} \(process 0"
-        ):
+        ) as caught:
             copies.check(7, bad)
+        assert caught.value.host == host
+        hosts[:] = ["n0"] * 4
+        with pytest.raises(Diverged) as caught:
+            copies.check(7, bad)
+        assert caught.value.host == ""
         program = copies._program.lower([leaf for leaf in leaves if leaf.ndim]).compile().as_text()
         assert not any(word in program for word in ("all-reduce", "all-gather", "collective-permute", "all-to-all"))
 
 
 @pytest.mark.parametrize("compare", [5, 100])
 def test_a_run_ends_before_it_saves_a_flipped_bit(run, monkeypatch, compare):
-    """At the next comparison, or at the next save where that comes first: the checkpoint before it is named."""
+    """At the next comparison, or at the next save where that comes first: the checkpoint before it is named.
+
+    The host of the device is not given to the next start, if there are others.
+    """
+    monkeypatch.setattr(device_copies, "host_names", lambda devices: [f"n{device.id}" for device in devices])
     take = StepRunner.take
 
     def flipping(self, step, state, batch):
@@ -76,3 +91,7 @@ def test_a_run_ends_before_it_saves_a_flipped_bit(run, monkeypatch, compare):
     assert f"stopped: after step {step} the devices hold different copies of " in said
     assert "of 4 copies; memory or arithmetic" in said
     assert said.endswith(last)
+    (named,) = (folder / "heartbeats" / "named.txt").read_text().splitlines()
+    assert re.fullmatch(
+        rf"n1 \S+Z after step {step} the devices hold different copies of .* of this step is saved", named
+    )
