@@ -21,7 +21,7 @@ from jaxdist.cluster.process_env import ProcessEnv, find
 from jaxdist.config import ClusterConfig, Config, RequestError
 from jaxdist.doctor import findings, machine, software, watching
 from jaxdist.doctor.findings import Finding, Here, unchecked, warning, wrong
-from jaxdist.doctor.naming import name_hosts
+from jaxdist.doctor.naming import name_hosts, named
 from jaxdist.process.exit_codes import DONE, REFUSED
 from jaxdist.request import JSON, arguments, run
 from jaxdist.request.options import Scan
@@ -76,7 +76,9 @@ def _watch(argv: list[str], folder: Path) -> int:
     """Print the state of the processes of a run."""
     request = arguments(argv, "doctor", DESCRIPTION, positional="RUN", extras=[JSON], knobs=(), of_fit=True)
     result = watching.watch(folder)
-    result["named"] = name_hosts(folder, result["bad_hosts"])
+    before = named(folder)
+    new = {host: reason for host, reason in result["bad_hosts"].items() if host not in before}
+    result["named"] = name_hosts(folder, new)
     if request.extras["json"]:
         print(json.dumps(result))
     else:

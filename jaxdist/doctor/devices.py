@@ -95,16 +95,16 @@ def reductions(here: Here, mesh: jax.sharding.Mesh, hosts: Sequence[str]) -> Ite
     for axis in axes:
         check = f"all-reduce {axis}"
         bad, seconds, size = reduce_over(mesh, axis)
+        groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)
+        crosses = any(len({hosts[device.process_index] for device in group}) > 1 for group in groups.T)
         if bad:
             text = f"{bad[0]} and {len(bad) - 1} more have a wrong sum"
             remedy = "do not train on them: let the administrator test the device, its links and driver"
-            yield wrong(check, text, remedy, of_node=True)
+            # Between hosts the fault may be that of the one that sends, or of the network.
+            yield wrong(check, text, remedy, of_node=not crosses)
         elif here.env.leader:
-            count = mesh.shape[axis]
-            line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(count, -1)[:, 0]
-            crosses = len({hosts[device.process_index] for device in line}) > 1
-            rate = float(wire_share(ALL_REDUCE, count)) * size / seconds
-            yield from for_all([judged(check, line[0].device_kind, crosses, rate)])
+            rate = float(wire_share(ALL_REDUCE, mesh.shape[axis])) * size / seconds
+            yield from for_all([judged(check, mesh.devices.flat[0].device_kind, crosses, rate)])
 
 
 def reduce_over(mesh: jax.sharding.Mesh, axis: str) -> tuple[list[str], float, int]:

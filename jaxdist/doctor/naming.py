@@ -16,15 +16,11 @@ from jaxdist.training.run_dir import RunFolder
 def name_hosts(folder: Path, bad: Mapping[str, str]) -> list[str]:
     """Name `bad` hosts, each with the reason, in the folder of a run, and return a sentence for each.
 
-    One that was named since the present start of the run is not named again. Where there is no such folder, or it
-    cannot be written, nothing happens.
+    Where there is no such folder, or it cannot be written, nothing happens.
     """
     run = RunFolder(folder)
-    before = named(run)
     sentences = []
     for host, reason in bad.items():
-        if host in before:
-            continue
         with suppress(OSError, RequestError):
             run.check_layout()
             # Only that of a run: a run that has not begun has the folder of the logs of its job.
@@ -35,8 +31,9 @@ def name_hosts(folder: Path, bad: Mapping[str, str]) -> list[str]:
     return sentences
 
 
-def named(run: RunFolder) -> set[str]:
-    """Return the hosts that were named since the present start of a run."""
+def named(folder: Path) -> set[str]:
+    """Return the hosts that were named since the present start of the run in a folder."""
+    run = RunFolder(folder)
     leader = next(iter(heartbeat.read(run.heartbeats, only=0)), None)
     began = leader.spent.began if leader and leader.spent else 0.0
     since = clock(began)

@@ -98,7 +98,8 @@ def _bad_hosts(beats: Sequence[Heartbeat], now: float) -> dict[str, str]:
     for text, look in (("the others wait for", heartbeat.waited_for), ("slow or behind is", heartbeat.stragglers)):
         by_reader, by_files = look(beats, now), look(beats, newest)
         for beat in beats:
-            if beat.process in by_reader and beat.process in by_files:
+            # One that has ended says why itself.
+            if beat.ended is None and beat.process in by_reader and beat.process in by_files:
                 found.setdefault(beat.host, f"{text} {beat.name}: {by_reader[beat.process]}")
     if len(found) > 1 or len({beat.host for beat in beats}) == 1:
         return {}

@@ -1,10 +1,14 @@
 """What the doctor finds of GPUs and what they talk over: on made-up drivers and logs, as there is no GPU here."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import jax
+import numpy as np
 import pytest
 
 from jaxdist.doctor import devices, machine
-from jaxdist.doctor.findings import OK, UNCHECKED, WARNING, WRONG
+from jaxdist.doctor.findings import ALL, OK, UNCHECKED, WARNING, WRONG, bad_hosts, ok, wrong
 from tests.doctor.checks import TWO, found, here
 
 
@@ -96,6 +100,32 @@ def test_the_network_that_nccl_says_it_uses(tmp_path):
     (tmp_path / "sys/class/cxi/cxi0").mkdir(parents=True)
     said("n0:7:9 [0] NCCL INFO Using network Socket\n")
     assert "plain sockets, though this host has cxi" in found(devices.nccl, WARNING, this, file=log, root=tmp_path)
+
+
+def test_a_host_is_bad_by_a_fault_of_its_own_that_no_other_has():
+    at = lambda host, *found: [replace(one, host=host) for one in found]
+    driver, limits = (wrong(check, f"{check} of it", "mend it", of_node=True) for check in ("driver", "limits"))
+    asked = wrong("XLA_FLAGS", "unknown", "remove it")
+    well = ok("limits", "20000 open files")
+    assert bad_hosts(at("n0", well) + at("n1", limits)) == {"n1": "limits: limits of it"}
+    assert bad_hosts(at("n0", driver) + at("n1", limits)) == {
+        "n0": "driver: driver of it",
+        "n1": "limits: limits of it",
+    }
+    assert bad_hosts(at("n0", well) + at("n1", driver, limits)) == {"n1": "driver: driver of it"}
+    for nobody in (at("n0", well) + at("n1", asked), at("n0", limits) + at("n1", limits), at("n0", limits)):
+        assert bad_hosts(nobody) == {}
+    # What process 0 says of all hosts is no other host.
+    assert bad_hosts(at("n0", limits) + at(ALL, well)) == {}
+
+
+def test_a_wrong_sum_between_hosts_is_nobodys(monkeypatch):
+    """The fault may be that of the one that sends."""
+    monkeypatch.setattr(devices, "reduce_over", lambda *_: (["a device"], 1.0, 4))
+    grid = np.array([[SimpleNamespace(process_index=host) for _ in range(2)] for host in range(2)])
+    mesh = SimpleNamespace(axis_names=("data", "model"), shape={"data": 2, "model": 2}, devices=grid)
+    found = {one.check: one.of_node for one in devices.reductions(here(), mesh, ["n0", "n1"])}
+    assert found == {"all-reduce data": False, "all-reduce model": True}
 
 
 @pytest.mark.parametrize("bad", [slice(None), 0, 100, -1], ids=["all", "the first", "an inner one", "the last"])

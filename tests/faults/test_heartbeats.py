@@ -270,6 +270,7 @@ LOST = beat(1, ago=60.0)
         ([beat(0), LOST, beat(2, step_seconds=2.0)], 0, []),
         ([replace(one, host="n0") for one in (beat(0), LOST, beat(2))], 0, []),
         ([beat(0, ended=85), replace(LOST, ended=1), beat(2, ended=85)], 0, []),
+        ([beat(0, since=60), beat(1, ended=1), beat(2, since=60)], 0, []),  # which the others wait for
         ([beat(0, ago=60.0), LOST, beat(2, ago=58.0)], 0, []),
         # The clock of the reader is ahead: some seem silent, or the one that is behind by its heartbeat waited for.
         ([beat(0), beat(1, ago=5.0), beat(2)], 16, []),
