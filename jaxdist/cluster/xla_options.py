@@ -44,8 +44,8 @@ MODE = "COLLECTIVE_PIPELINING_MODE_"
 GATHER = Option(
     "xla_gpu_pipeline_all_gather",
     "a layer is gathered while the one before it computes: Llama 8B with ZeRO 3 takes 898 ms on 64 H100s, not 964, "
-    "of which 64 instead of 171 are exposed communication, and 47 instead of 6 copies (0.12.0.1). Inside a host the "
-    "copies cost more than is saved",
+    "of which 64 instead of 171 are exposed communication, and 47 instead of 6 copies (0.12.0.1; 917, not 965, with "
+    "0.11.2). Inside a host the copies cost more than is saved",
     f"{MODE}ON",
     also="xla_gpu_enable_pipelined_all_gather",
 )
@@ -80,11 +80,11 @@ OPTIONS: dict[str, tuple[Option, ...]] = {"0.10": (), "0.11": (GATHER,), "0.12":
 """Options by series of jaxlib, three at most, of steps in which an axis of ZeRO spans hosts.
 
 Inside a host all get none. By the time that is modelled from the program of Llama 8B with ZeRO 3 for 8 H100s, XLA's
-defaults take 856 ms with 0.10.2 and 824 with 0.12.0.1. Layers that are gathered ahead take 846 and 845: with 0.12 their
-copies cost more than they save, and with 0.10 Llama 1B takes longer (483 ms, not 481) and needs 1.1 GiB more.
-Reductions that stay in their turn of the loop, as jaxdist asked for once, take 876 with both. Across 8 hosts 0.10
-takes 903 ms by default and 920 with layers gathered ahead. Of 0.11 only bytes were compared, which are like those of
-0.12. All numbers: benchmarks/results/2026-11-29-flags-target.txt.
+defaults take 856 ms with 0.10.2, 838 with 0.11.2 and 824 with 0.12.0.1. Layers that are gathered ahead take 846, 845
+and 845: with 0.11 and 0.12 their copies cost more than they save, and with 0.10 Llama 1B takes longer (483 ms, not 481)
+and needs 1.1 GiB more. Reductions that stay in their turn of the loop, as jaxdist asked for once, take 876 with 0.10
+and 0.12. Across 8 hosts 0.10 takes 903 ms by default and 920 with layers gathered ahead. All numbers:
+benchmarks/results/2026-11-29-flags-target.txt and 2026-11-30-flags-target.txt.
 
 Other series get none, because a name that jaxlib does not know would end the compilation. One GPU gets none either:
 docs/status.md says what was measured.
