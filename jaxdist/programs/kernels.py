@@ -37,6 +37,9 @@ NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "af
 PIECES = ("dynamic-slice", "slice", "gather")
 """Operations that read no more of their first operand than they return."""
 
+IN_PLACE = ("dynamic-update-slice", "scatter")
+"""Operations that write pieces into their first operand, of which they read nothing."""
+
 STACKS = ("dynamic-slice", "dynamic-update-slice")
 """Operations that cut a layer's piece out of a stack, or put it into one."""
 
@@ -184,8 +187,8 @@ class Reader:
             return self._read(body, given) + self._written(body, body[-1])
         if instruction.opcode in PIECES:
             return 2 * self._bytes(instruction.name)
-        if instruction.opcode == "dynamic-update-slice":
-            return 2 * self._bytes(given[1])
+        if instruction.opcode in IN_PLACE:
+            return 2 * self._pieces(instruction)
         if instruction.opcode.endswith("-start"):
             # The type of a start has both its operands and its results.
             return self._bytes(instruction.name)
@@ -208,12 +211,12 @@ class Reader:
         """Return the bytes of a value in a fusion that its users read; `users` has the place of the operand too."""
         total = 0
         for one, place in users.get(name, []):
-            if one.opcode == "bitcast":
-                total += self._used(one.name, users)
+            if one.opcode in ("bitcast", "convert") and one.name in users:
+                # Of what is converted, only what is needed of the result.
+                total += self._used(one.name, users) * self._bytes(name) // self._bytes(one.name)
             elif place == 0 and one.opcode in PIECES:
                 total += self._bytes(one.name)
-            elif place == 0 and one.opcode == "dynamic-update-slice":
-                # It writes into the value in place, and reads nothing of it.
+            elif place == 0 and one.opcode in IN_PLACE:
                 continue
             else:
                 return self._bytes(name)
@@ -226,10 +229,15 @@ class Reader:
             return sum(self._written(body, by_name[name]) for name in operands(root))
         if root.opcode == "bitcast" and operands(root)[0] in by_name:
             return self._written(body, by_name[operands(root)[0]])
-        if root.opcode == "dynamic-update-slice":
-            # Only the piece is written.
-            return self._bytes(operands(root)[1])
+        if root.opcode in IN_PLACE:
+            return self._pieces(root)
         return self._bytes(root.name)
+
+    def _pieces(self, writer: Instruction) -> int:
+        """Return the bytes of what an operation of `IN_PLACE` writes into its first operand."""
+        given = operands(writer)
+        # A scatter may write into several arrays: it has them first, then the places, then the pieces.
+        return sum(map(self._bytes, given[-(len(given) // 2) :] if writer.opcode == "scatter" else given[1:2]))
 
     def _bytes(self, name: str) -> int:
         return sum(map(_size_of, arrays(self.named[name].type)))

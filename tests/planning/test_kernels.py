@@ -92,6 +92,25 @@ def test_of_a_stack_that_is_cut_or_written_into_only_the_piece_counts():
     assert found.copied == 0
 
 
+def test_of_what_is_scattered_into_or_gathered_from_only_the_pieces_count():
+    """Also where a gather stands behind a conversion, as that of a token's row of the table."""
+    put = fused(
+        "%one = f32[] constant(1)",
+        "%at = s32[2,1]{1,0} constant({{1},{5}})",
+        "%piece = f32[2,8]{1,0} broadcast(%one), dimensions={}",
+        "ROOT %s = f32[64,8]{1,0} scatter(%p0, %at, %piece), index_vector_dim=1",
+    )
+    assert read(fusion("f32[64,8]{1,0}"), **put).bytes == 2 * 8 * 4
+    taken = fused(
+        "%at = s32[2,1]{1,0} constant({{1},{5}})",
+        "%half = bf16[64,8]{1,0} convert(%p0)",
+        "ROOT %g = bf16[2,8]{1,0} gather(%half, %at), slice_sizes={1,8}",
+    )
+    assert read(fusion("bf16[2,8]{1,0}"), **taken).bytes == 2 * 8 * (4 + 2)
+    narrowed = fused("ROOT %half = bf16[64,8]{1,0} convert(%p0)")
+    assert read(fusion("bf16[64,8]{1,0}"), **narrowed).bytes == 64 * 8 * (4 + 2)
+
+
 def test_copies_and_transposes_count_whole_wherever_they_are():
     size = 64 * 8 * 4
     assert read("f32[64,8]{0,1} copy(%0)").copied == 2 * size
