@@ -148,7 +148,11 @@ def generate(request: Request, texts: Sequence[str] | None, draws: Sampling, job
 
     trained = restore(config, extras["checkpoint"], batch=False, check=check)
     choice = Choice(draws.temperature, draws.top_k, draws.top_p, largest_id(tokenizer) + 1, draws.repetition_penalty)
-    writer = Writer(Decoding(trained.run, trained.params), choice, extras["seed"] or 0, partial(job.note, STEPPING))
+    step = trained.step
+    decoding = Decoding(trained.run, trained.params)
+    # The cache may need the memory of the parameters.
+    del trained
+    writer = Writer(decoding, choice, extras["seed"] or 0, partial(job.note, STEPPING))
     if texts is None:
         converse(writer, prompter, job)
         return
@@ -157,7 +161,7 @@ def generate(request: Request, texts: Sequence[str] | None, draws: Sampling, job
     if extras["json"]:
         writer.write(found)
         if job.env.leader:
-            print_json(trained.step, draws, begun, found)
+            print_json(step, draws, begun, found)
     else:
         # An answer is printed alone, and a continuation behind the text that it continues.
         print_texts(writer, [""] * len(begun) if template else begun, found, job.env.leader)

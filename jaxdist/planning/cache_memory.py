@@ -36,7 +36,8 @@ def cache_bytes(sharded: ShardedModel, rows: int, length: int | None = None) -> 
 def keeps_whole(sharded: ShardedModel, room: float | None, beside: int = 0) -> bool:
     """Return whether generation gathers the weights of ZeRO 3 once, and not in each layer for each token.
 
-    It does where they take at most half of what `beside` leaves of the `room` bytes of a device.
+    It does where they take at most half of what `beside` leaves of the `room` bytes of a device. On a GPU it then also
+    copies the weights of each layer into arrays of their own.
     """
     return room is not None and _weight_bytes(sharded, whole=True) <= (room - beside) / 2
 

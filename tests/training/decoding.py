@@ -12,6 +12,7 @@ from jaxdist import models
 from jaxdist.config import Config
 from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.parallel.partial_trees import joined
+from jaxdist.planning.hardware import GPUS
 from jaxdist.training.decoding import Choice, Decoding
 from jaxdist.training.run import Run
 from tests.kinds import written_out
@@ -119,3 +120,18 @@ def continued(decoding: Decoding, prompts: list[list[int]]) -> tuple[list[list[i
             break
         drawn = decoding.step(drawn, GREEDY, key, number)
     return texts, [np.stack(rows) for rows in logits]
+
+
+def lowered_step(devices: list[jax.Device]) -> jax.stages.Lowered:
+    """The step of 8 rows and 1,024 slots by a Llama on absent H100s, whose weights and cache take most of its time."""
+    sizes = {"family": "llama", "layers": 3, "embed": 1024, "heads": 8, "kv_heads": 2, "mlp": 4096, "vocab": 512}
+    config = Config(mesh=f"{len(devices)}x1x1", model=sizes | {"sequence": 1024, "tied": False}, precision="bfloat16")
+    decoding = Decoding(Run(config, devices=devices, gpu=GPUS["h100"], batch=False))
+    rows, one = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((8,), ()))
+    prompts = jax.ShapeDtypeStruct((8, 16), np.int32)
+    with jax.set_mesh(decoding.run.mesh):
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        weights = jax.eval_shape(decoding.forward.ready, decoding.run.engine.abstract_logical().params)
+        given = (weights, key, prompts, None, rows, rows, None)
+        cache = jax.eval_shape(lambda *given: decoding.prefill(GREEDY, 1024, *given), *given)[0]
+        return decoding.extend.lower(GREEDY, 1024, weights, cache, rows, rows, key, one, None)

@@ -10,7 +10,11 @@ from jaxdist import generate
 from jaxdist.config import RequestError
 from jaxdist.planning import cache_memory
 from jaxdist.planning.cache_memory import cache_bytes, weight_bytes
+from jaxdist.programs import target
+from jaxdist.programs.cross_compile import compile_apart
+from jaxdist.programs.kernels import kernels
 from jaxdist.training.decoding import Choice, Decoding, check_fits
+from jaxdist.training.forward.cached import CachedForward
 from jaxdist.training.run import Run
 from tests.huggingface.golden import GOLDEN
 from tests.tiers import exhaustive, thinned
@@ -22,6 +26,7 @@ from tests.training.decoding import (
     config_of,
     continued,
     decoding_of,
+    lowered_step,
     whole_pass,
 )
 
@@ -90,6 +95,35 @@ def test_a_mesh_generates_what_one_device_does(family, mesh, more, monkeypatch):
     cache = decoding.start(PROMPTS, GREEDY, jax.random.key(0)).cache
     assert own_bytes(cache) == decoding.cache_bytes(len(PROMPTS))
     assert own_bytes(decoding.weights) == weight_bytes(decoding.run.sharded, decoding.run.capacity)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "more"),
+    [
+        ("gemma", "2x2x1", {"parallel": {"zero": 3}}),
+        pytest.param("latent", "context=2,expert=2,model=2", {}, marks=pytest.mark.slow),
+        *exhaustive([("gemma", "context=2,model=2", {"parallel": {"context": "ring", "sequence": True}})]),
+        *exhaustive([("lora", "1x8x1", {}), ("parts", "1x1x1", {}), ("gpt-oss", "2x1x1", {})]),
+    ],
+    ids=str,
+)
+def test_layers_that_are_written_out_generate_the_same(family, mesh, more, monkeypatch):
+    """As on GPUs, where each layer has weights and a cache of its own."""
+    monkeypatch.setattr(CachedForward, "apart", True)
+    decoding = decoding_of(family, mesh, **more)
+    assert_as_whole_passes(family, decoding, PROMPTS)
+    cache = decoding.start(PROMPTS, GREEDY, jax.random.key(0)).cache
+    assert len(cache) == decoding.run.config.model.layers
+    assert own_bytes(cache) == decoding.cache_bytes(len(PROMPTS))
+    assert own_bytes(decoding.weights) == weight_bytes(decoding.run.sharded, decoding.run.capacity)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
+def test_a_step_on_a_gpu_reads_weights_and_cache_once():
+    """A loop over the layers would cut them out of stacks first, and move three times as much."""
+    program = compile_apart(lowered_step, "h100", 1)
+    assert program.argument_bytes < kernels(program.text).bytes < 1.25 * program.argument_bytes
 
 
 @pytest.mark.parametrize("mesh", ["2x2x1", pytest.param("data=2,pipeline=2", marks=pytest.mark.slow)])

@@ -1,13 +1,13 @@
-"""Pass one residual stream through all stages of a pipeline, forward only: what generating a token needs.
+"""Pass one residual stream through all layers, forward only: what generating a token needs.
 
-There is one micro-batch, and so one rank at a time has work that counts. All ranks run their layers in every tick on
-whatever they hold, because a collective must not stand in a branch that ranks take differently; what a rank writes
-counts in its own ticks alone. Without a pipeline there is one tick.
+In a pipeline there is one micro-batch, and so one rank at a time has work that counts. All ranks run their layers in
+every tick on whatever they hold, because a collective must not stand in a branch that ranks take differently; what a
+rank writes counts in its own ticks alone. Without a pipeline there is one tick.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,14 +30,16 @@ class Place:
 
     chunk: Int[Array, ""] | int
     """Which of the rank's chunks runs."""
-    layer: Int[Array, ""]
+    layer: Int[Array, ""] | int
     """The place of the layer in the chunk."""
     counts: Bool[Array, ""] | bool
     """Whether it is this rank's turn."""
     kind: int
     """The number of the layer's kind in the period."""
-    of_kind: Int[Array, ""]
-    """The place of the layer among those of its kind in the chunk."""
+    part: int
+    """Which part of the state holds that of the layer: that of its kind, or its own where layers are written out."""
+    of_part: Int[Array, ""] | int
+    """The place of the layer among those of that part in the chunk."""
 
 
 Layer = Callable[[Tree, Float[Array, "..."], Tree, Place], tuple[Float[Array, "..."], Tree]]
@@ -66,6 +68,18 @@ def relay(
     return lax.scan(tick, (x, state), jnp.arange(stages.ranks * stages.virtual))[0]
 
 
+def written_out(
+    stages: Stages, layer: Layer, blocks: Sequence[Tree], x: Float[Array, "..."], state: Tree
+) -> tuple[Float[Array, "..."], Tree]:
+    """Do the work of `relay` where there is one stage, in a program that has all layers one after the other.
+
+    `blocks` are the weights of each layer, and the state has a part for each.
+    """
+    for number, weights in enumerate(blocks):
+        x, state = layer(weights, x, state, Place(0, number, True, number % stages.period, number, 0))
+    return x, state
+
+
 def _chunk(
     stages: Stages,
     layer: Layer,
@@ -85,7 +99,7 @@ def _chunk(
         x, state = carry
         w, number, is_layer = numbered
         of_kind = number if stages.period == 1 else number // stages.period
-        y, state = layer(w, x, state, Place(chunk, number, counts, kind, of_kind))
+        y, state = layer(w, x, state, Place(chunk, number, counts, kind, kind, of_kind))
         if stages.padded:
             y = jnp.where(is_layer, y, x)
         return (y, state), None

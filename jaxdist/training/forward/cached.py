@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jaxdist.models.scores import Scores
 from jaxdist.models.sinks import Sinks, with_sinks
 from jaxdist.parallel import placing, region, zero
 from jaxdist.parallel.context import Starts, join_over
-from jaxdist.parallel.pipeline.relay import Place, relay
+from jaxdist.parallel.pipeline.relay import Place, relay, written_out
 from jaxdist.parallel.pipeline.stages import BLOCKS, Stages
 from jaxdist.sharding import BATCH, SLOTS, STAGES, Layout, Tree, forward_spec
 from jaxdist.training.forward.decoder import DecoderForward
@@ -36,7 +37,7 @@ from jaxdist.training.forward.offload import to_device
 from jaxdist.training.forward.pipeline import PipelineForward
 
 Caches = tuple[Cache, ...]
-"""A cache for each kind of layer."""
+"""A cache for each kind of layer; or for each layer, where they are written out."""
 
 
 class CachedForward:
@@ -45,7 +46,8 @@ class CachedForward:
     def __init__(self, forward: DecoderForward | PipelineForward, config: ModelConfig, layout: Layout, whole: bool):
         """Take the forward pass of training, its model's configuration, and the layout of its mesh.
 
-        Whether weights of ZeRO 3 are kept `whole`, or gathered in each layer for each token, is up to the caller.
+        Whether weights of ZeRO 3 are kept `whole`, or gathered in each layer for each token, is up to the caller, who
+        sees to it that they fit twice if they are.
         """
         self.forward = forward
         self.config = config
@@ -54,6 +56,7 @@ class CachedForward:
         """The layout inside the region."""
         self.model = build_decoder(config, self.inner)
         self.piped = forward.stages is not None
+        self.whole = whole
         self.gathers = forward.stage == 3 and not whole
         """Whether each layer gathers its weights when it runs."""
         stacks = stacks_of(config).values()
@@ -71,6 +74,16 @@ class CachedForward:
         for _ in range(lead):
             self.layer_places = jax.tree.map(lambda place: place.layer, self.layer_places)
 
+    @property
+    def apart(self) -> bool:
+        """Whether layers are written out one after the other, each with weights and a cache of its own.
+
+        On a GPU a token takes as long as reading the weights and the cache. A loop would cut those of each layer out
+        of a stack first, and so write them and read them again. Slices that are written out would go into the kernels,
+        but no two kernels would be the same then, and XLA would compile and measure those of each layer.
+        """
+        return self.whole and not self.piped and self.layout.platform != "cpu"
+
     def ready(self, params: Params) -> Params:
         """Return the parameters of a train state as the region takes them, in the compute dtype.
 
@@ -79,6 +92,8 @@ class CachedForward:
         weights = self.forward.weights(to_device(params))
         if not self.gathers and (self.piped or self.forward.stage == 3):
             weights = jax.tree.map(zero.gather, self.forward.places, weights)
+        if self.apart:
+            weights = {**weights, BLOCKS: self._by_stack(lambda stack, layers: _cut(stack.of(weights[BLOCKS]), layers))}
         return jax.tree.map(reshard, weights, self._weight_specs)
 
     def prefill(
@@ -135,7 +150,17 @@ class CachedForward:
         """How the weights that `ready` makes lie."""
         if self.gathers:
             return jax.tree.map(lambda place: place.rest, self.places)
-        return jax.tree.map(lambda place: forward_spec(place.use), self.places)
+        places = self.places
+        if self.apart:
+            places = {**places, BLOCKS: self._by_stack(lambda stack, layers: (stack.of(self.layer_places),) * layers)}
+        return jax.tree.map(lambda place: forward_spec(place.use), places)
+
+    def _by_stack(self, make: Callable[[Stack, int], tuple[Tree, ...]]) -> Tree:
+        """Return what `make` returns of each stack and the number of its layers, as the weights have it."""
+        stacks = zip(self.model.stacks, self.stages, strict=True)
+        found = {stack.name: make(stack, stages.depth) for stack, stages in stacks}
+        # The only stack has no name.
+        return found.get("", found)
 
     def _prefill(
         self,
@@ -161,8 +186,8 @@ class CachedForward:
                 return found, Cache(*(_taken(a, sources[kind]).swapaxes(1, 2) for a in (k, v)))
 
             x, made = self.model.block_with(self._in_use(stack.of(self.layer_places), w), x, inputs, attend, kind)
-            cache = Cache(*(_put(all_, new, place) for all_, new in zip(caches[place.kind], made, strict=True)))
-            return x, _replaced(caches, place.kind, cache)
+            cache = Cache(*(_put(all_, new, place) for all_, new in zip(caches[place.part], made, strict=True)))
+            return x, _replaced(caches, place.part, cache)
 
         tops = self._tops(weights)
         x = self._vary(self.model.embed(self._with_blocks(tops), tokens, inputs))
@@ -188,22 +213,22 @@ class CachedForward:
             slot = jnp.where(place.counts, positions % counts[kind] - own[0], len(own))
 
             def write(to: jax.Array, new: jax.Array) -> jax.Array:
-                at = to.at[place.chunk, place.of_kind, rows, :, slot]
+                at = to.at[place.chunk, place.of_part, rows, :, slot]
                 return at.set(new[:, 0], mode="drop", wrap_negative_indices=False)
 
             def attend(
                 scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Sinks = None
             ) -> tuple[jax.Array, Cache]:
-                cache = caches[place.kind]
+                cache = caches[place.part]
                 written = Cache(write(cache.k, k), write(cache.v, v))
-                own_k, own_v = (a[place.chunk, place.of_kind] for a in written)
+                own_k, own_v = (a[place.chunk, place.of_part] for a in written)
                 own_v = scores.values(own_k, own_v)
                 found = attend_to_slots(scores, q, own_k, own_v, held[kind], positions)
                 found = with_sinks(join_over(self.inner.split(SLOTS), found), sinks)
                 return found.out.astype(q.dtype), written
 
             x, cache = self.model.block_with(self._in_use(stack.of(self.layer_places), w), x, inputs, attend, kind)
-            return x, _replaced(caches, place.kind, cache)
+            return x, _replaced(caches, place.part, cache)
 
         tops = self._tops(weights)
         x = self._vary(self.model.embed(self._with_blocks(tops), tokens[:, None], inputs))
@@ -217,9 +242,12 @@ class CachedForward:
         made: Caches = ()
         for stack, stages in zip(self.model.stacks, self.stages, strict=True):
             blocks = stack.of(weights[BLOCKS])
-            blocks = jax.tree.map(_own_stage if self.piped else _as_chunk, blocks)
-            own = cache[stack.kinds.start : stack.kinds.stop]
-            x, own = relay(stages, partial(layer, stack), blocks, x, own)
+            run: Callable[..., tuple[jax.Array, Caches]] = written_out
+            if not self.apart:
+                run = relay
+                blocks = jax.tree.map(_own_stage if self.piped else _as_chunk, blocks)
+            own = cache[len(made) : len(made) + len(self._parts(stack, stages))]
+            x, own = run(stages, partial(layer, stack), blocks, x, own)
             made += own
         return x, made
 
@@ -272,19 +300,25 @@ class CachedForward:
         heads = cached_heads_of(self.config, self.layout.parts("heads"))
         axes = [axis for name in (STAGES, BATCH, SLOTS, "heads") for axis in self.layout.split(name)]
 
-        def empty(stages: Stages, number: int, kind: Kind) -> Cache:
-            layers = len(range(number, stages.depth, stages.period))
-            slots = self._count(kind, room) // self.layout.parts(SLOTS)
+        def empty(stages: Stages, kind: int, layers: int) -> Cache:
+            slots = self._count(self.kinds[kind], room) // self.layout.parts(SLOTS)
             shape = (stages.virtual, layers, rows, heads.key_value, slots)
             sizes = (heads.key_size, heads.value_size)
             return Cache(*(region.zeros((*shape, size), self.forward.dtype, axes) for size in sizes))
 
         stacks = zip(self.model.stacks, self.stages, strict=True)
-        return tuple(
-            empty(stages, number, self.kinds[kind])
-            for stack, stages in stacks
-            for number, kind in enumerate(stack.kinds)
-        )
+        return tuple(empty(stages, *part) for stack, stages in stacks for part in self._parts(stack, stages))
+
+    def _parts(self, stack: Stack, stages: Stages) -> list[tuple[int, int]]:
+        """Return (number of the kind, layers of a chunk) of each cache of a stack."""
+        if self.apart:
+            return [(stack.kinds[number % stages.period], 1) for number in range(stages.depth)]
+        return [(kind, stages.places_of(number)) for number, kind in enumerate(stack.kinds)]
+
+
+def _cut(blocks: Tree, layers: int) -> tuple[Tree, ...]:
+    """Return the weights of each layer, of [L, ...]."""
+    return tuple(jax.tree.map(itemgetter(number), blocks) for number in range(layers))
 
 
 def _own_stage(a: jax.Array) -> jax.Array:
@@ -311,5 +345,5 @@ def _replaced(caches: Caches, kind: int, cache: Cache) -> Caches:
 def _put(to: Float[Array, "v depth ..."], new: Float[Array, "..."], place: Place) -> Float[Array, "v depth ..."]:
     """Return `to` with `new` in a layer's place, if it is this rank's turn."""
     if place.counts is not True:
-        new = jnp.where(place.counts, new, to[place.chunk, place.of_kind])
-    return to.at[place.chunk, place.of_kind].set(new)
+        new = jnp.where(place.counts, new, to[place.chunk, place.of_part])
+    return to.at[place.chunk, place.of_part].set(new)
