@@ -27,7 +27,7 @@ from jaxdist.models.layers import Attend
 from jaxdist.models.llama import Llama
 from jaxdist.models.moe import Moe
 from jaxdist.models.parameters import ahead
-from jaxdist.models.projections import modules_of, parameters_of
+from jaxdist.models.projections import WEIGHT, modules_of, parameters_of
 from jaxdist.sharding import LAYERS, ONE_DEVICE, STEERED, Layout, LogicalAxes, Params, name_of, wide
 
 DECODERS = {"gpt": GPT, "llama": Llama, "gemma": Llama, "moe": Moe}
@@ -78,6 +78,8 @@ class Model:
     """Names of the parameters whose values no gradient needs."""
     exact: frozenset[str] = frozenset()
     """Names of the parameters that are f32 at least in any compute dtype, or codes of numbers."""
+    projected: frozenset[str] = frozenset()
+    """Names of the weights of projections, whose matmuls take them in any dtype."""
     unquantized: Model | None = None
     """The same model without quantized weights, if this one has any."""
     base: Callable[[], Model] | None = None
@@ -114,16 +116,18 @@ class Model:
         params = parameters_of(nnx.to_pure_dict(nnx.state(self.make(rngs))))
         return jax.tree.map(lambda w, a: w.astype(a.dtype), params, self.abstract)
 
-    def cast(self, params: Params, dtype: DTypeLike) -> Params:
+    def cast(self, params: Params, dtype: DTypeLike, products: bool = True) -> Params:
         """Return the parameters, of the model or of one layer, in `dtype`; the `exact` ones in f32 at least.
 
-        Integers, which are codes of numbers, stay as they are.
+        Integers, which are codes of numbers, stay as they are, and without `products` so do the `projected` ones.
         """
         paths = ["", *(path_to(stack.name) for stack in self.stacks)]
 
         def cast(path: tuple[Any, ...], w: jax.Array) -> jax.Array:
             name = name_of(path)
             if not jnp.issubdtype(w.dtype, jnp.floating):
+                return w
+            if not products and any(path + name in self.projected for path in paths):
                 return w
             exact = any(path + name in self.exact for path in paths)
             return w.astype(wide(dtype) if exact else dtype)
@@ -226,6 +230,7 @@ def build_decoder(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model:
         parameters_of(nnx.to_pure_dict(axes)),
         _marked(state, "forward_only"),
         exact,
+        _projected(modules),
         build_decoder(without_form(config), layout) if config.stored_form else None,
         partial(build_decoder, without_adapters(config), layout) if adapted(config) else None,
     )
@@ -265,6 +270,12 @@ def _marked(state: nnx.State, mark: str) -> frozenset[str]:
     return frozenset(
         name_of(path) for path, marked in jax.tree.leaves_with_path(parameters_of(nnx.to_pure_dict(marks))) if marked
     )
+
+
+def _projected(modules: Params) -> frozenset[str]:
+    """Return the names of the weights of projections."""
+    marks = jax.tree.map_with_path(lambda path, _: name_of(path).split(".")[-1] == WEIGHT, modules)
+    return frozenset(name_of(path) for path, marked in jax.tree.leaves_with_path(parameters_of(marks)) if marked)
 
 
 def build(config: ModelConfig, layout: Layout = ONE_DEVICE) -> Model | Foreign:

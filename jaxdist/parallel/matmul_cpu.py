@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxdist.parallel.matmul import dot
 from jaxdist.sharding import Layout, gradient_spec
 
 
-def weight_gradient(layout: Layout, dims: str, x: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:
+def weight_gradient(layout: Layout, dims: str, x: jax.Array, w: jax.Array, g: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return what `matmul.weight_gradient` does, up to rounding."""
     operands, out = dims.split("->")
     x_dims, w_dims = operands.split(",")
@@ -27,5 +28,5 @@ def weight_gradient(layout: Layout, dims: str, x: jax.Array, w: jax.Array, g: ja
     # The result comes out in the order of its operands: for another order XLA would transpose the larger operand.
     made_dims = "".join(d for d in rows_last + right_dims if d in w_dims)
     spec = gradient_spec(jnp.einsum(f"{w_dims}->{made_dims}", w))
-    dw = dot(layout, f"{rows_last},{right_dims}->{made_dims}", left, right, spec)
+    dw = dot(layout, f"{rows_last},{right_dims}->{made_dims}", left, right, spec, dtype)
     return jnp.einsum(f"{made_dims}->{w_dims}", jax.lax.optimization_barrier(dw))

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxdist.parallel import float8, matmul, matmul_cpu, region
@@ -87,7 +88,7 @@ def einsum(
     x_dims = operands.split(",")[0]
     contracted = [letter for letter in x_dims if letter not in out.upper()]
     summed = frozenset().union(*(layout.split(LETTERS.get(letter)) for letter in contracted))
-    y = _matmul(layout, dims.replace("s", "S"), summed, x, w)
+    y = _product(layout, dims.replace("s", "S"), summed, x, w)
     if beside is not None:
         y = y + beside
     if out == "BsD":
@@ -99,37 +100,47 @@ def einsum_on_stream(
     layout: Layout, dims: str, x: Float[Array, "B s ..."], w: Float[Array, "..."]
 ) -> Float[Array, "B s ..."]:
     """Multiply what lies as the residual stream does by a weight that nothing splits: `"BsD,DA->BsA"`."""
-    return checkpoint_name(_matmul(layout, dims, frozenset(), x, w), PRODUCT)
+    return checkpoint_name(_product(layout, dims, frozenset(), x, w), PRODUCT)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _matmul(layout: Layout, dims: str, summed: frozenset[str], x: jax.Array, w: jax.Array) -> jax.Array:
-    out = dims.split("->")[1]
-    x, w = float8.of_operands(layout, x, w)
-    return matmul.dot(layout, dims, x, w, layout.activation(out, unreduced=summed))
+def _product(layout: Layout, dims: str, summed: frozenset[str], x: jax.Array, w: jax.Array) -> jax.Array:
+    return _matmul(layout, dims, summed, w.dtype, x, w)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _matmul(
+    layout: Layout, dims: str, summed: frozenset[str], held: DTypeLike, x: jax.Array, w: jax.Array
+) -> jax.Array:
+    """Multiply in the dtype of `x`; the gradient of `w` leaves its matmul in the dtype that `w` has, `held`."""
+    return _matmul_forward(layout, dims, summed, held, x, w)[0]
 
 
 def _matmul_forward(
-    layout: Layout, dims: str, summed: frozenset[str], x: jax.Array, w: jax.Array
+    layout: Layout, dims: str, summed: frozenset[str], held: DTypeLike, x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _matmul(layout, dims, summed, x, w), (x, w)
+    saved = (x, w.astype(x.dtype))
+    x, w = float8.of_operands(layout, *saved)
+    out = dims.split("->")[1]
+    return matmul.dot(layout, dims, x, w, layout.activation(out, unreduced=summed)), saved
 
 
 def _matmul_backward(
-    layout: Layout, dims: str, summed: frozenset[str], saved: tuple[jax.Array, jax.Array], g: jax.Array
+    layout: Layout, dims: str, summed: frozenset[str], held: DTypeLike, saved: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, w = float8.of_operands(layout, *saved)
     with float8.backward_sums(layout):
-        return _gradients(layout, dims, x, w, float8.of_gradient(layout, g))
+        return _gradients(layout, dims, held, x, w, float8.of_gradient(layout, g))
 
 
-def _gradients(layout: Layout, dims: str, x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gradients(
+    layout: Layout, dims: str, held: DTypeLike, x: jax.Array, w: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of both operands, from that of the result."""
     operands, out = dims.split("->")
     x_dims, w_dims = operands.split(",")
     dx = matmul.dot(layout, f"{out},{w_dims}->{x_dims}", g, w, gradient_spec(x))
     form = matmul_cpu if layout.platform == "cpu" else matmul
-    return dx, form.weight_gradient(layout, dims, x, w, g)
+    return dx, form.weight_gradient(layout, dims, x, w, g, held)
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)

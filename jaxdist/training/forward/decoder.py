@@ -176,10 +176,12 @@ class DecoderForward(AccumulatingForward[Model]):
             w = joined(jax.tree.map(jax.lax.stop_gradient, w), learning)
             w = in_use(places, w, sinks, self.stage)
 
-            # Weights are cast inside the loop over micro-batches, so that their gradients are added in f32.
+            # Weights are cast inside the loop over micro-batches, so that their gradients are added in f32; matmuls
+            # cast theirs themselves, so that gradients leave them in f32.
             @self.remat
             def one(x: Float[Array, "B s D"], inputs: BlockInputs) -> tuple[Float[Array, "B s D"], Aux]:
-                return self.model.block(self.cast(w), x, inputs.of_layer(index), kind)
+                cast = self.model.cast(w, self.dtype, products=False)
+                return self.model.block(cast, x, inputs.of_layer(index), kind)
 
             x, aux = _each(one, x, inputs)
             return x, jax.tree.map(lambda a: a.sum(0), aux)
