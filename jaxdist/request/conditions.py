@@ -43,7 +43,7 @@ class Condition:
     late: bool
     """Whether a run may know what its request does not show; then a run has a line about it."""
     own: bool
-    """Whether only a value that the user wrote is refused, and none of a shipped configuration."""
+    """Whether only a value of the command line is refused: one of a file may be for other sizes and meshes."""
 
     @property
     def name(self) -> str:
@@ -90,7 +90,7 @@ def width_of_mlp(config: Config, known: Known) -> str:
     return f"model.family {model.family} with model.{model.width_knob} {model.split_width}"
 
 
-@needs("model.sequence", own=True)
+@needs("model.sequence", late=True, own=True)
 def longer_rows(config: Config, known: Known) -> str:
     """Need rows that are longer than the window of attention."""
     model = config.model
@@ -99,7 +99,7 @@ def longer_rows(config: Config, known: Known) -> str:
     return ""
 
 
-@needs("model.period", own=True)
+@needs("model.period", late=True, own=True)
 def sliding_layers(config: Config, known: Known) -> str:
     """Need layers with a window beside others."""
     return "" if config.model.period else "model.period '', with which no layer differs from the others"
@@ -179,18 +179,26 @@ def sharded(config: Config, known: Known) -> str:
     return "" if config.parallel.zero else "parallel.zero 0, which splits no state,"
 
 
-@needs("parallel.zero")
+@needs("parallel.zero", late=True, own=True)
 def sharded_gradients(config: Config, known: Known) -> str:
     """Need a ZeRO stage that splits gradients."""
     zero = config.parallel.zero
     return "" if zero >= 2 else f"parallel.zero {zero}, whose micro-batches always run outside the layers,"
 
 
-@needs("mesh", "train.accumulation", late=True)
+@needs("mesh", "train.accumulation", late=True, own=True)
 def accumulation(config: Config, known: Known) -> str:
-    """Need several micro-batches in a step; the micro-batches of a pipeline have a check of their own."""
+    """Need several micro-batches in a step, which a pipeline has without accumulation."""
     if known.alone(PIPELINE) and config.train.accumulation == 1:
         return "train.accumulation 1, with which a step is one micro-batch,"
+    return ""
+
+
+@needs("mesh", late=True, own=True)
+def no_stages(config: Config, known: Known) -> str:
+    """Need layers and micro-batches that no pipeline orders."""
+    if known.shape.get(PIPELINE, 0) > 1:
+        return f"mesh {config.mesh}, whose stages loop over their layers as its schedule orders the micro-batches,"
     return ""
 
 

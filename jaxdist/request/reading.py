@@ -120,8 +120,7 @@ def read(
             problems += more
             invalid |= {*pretrained.MODEL_KNOBS, "data.tokenizer"}
     result = Config.model_validate(nest(values))
-    of_user = given - set(file.values) if _is_shipped(config) else given
-    return result, problems + found_in(result, set(used) - invalid, given, of_user | set(line.values))
+    return result, problems + found_in(result, set(used) - invalid, given, set(line.values))
 
 
 def batch_note(config: str | None, result: Config, overrides: Mapping[str, str]) -> str:

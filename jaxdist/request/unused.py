@@ -33,6 +33,7 @@ from jaxdist.request.conditions import (
     model_axis,
     moments,
     more_held_out,
+    no_stages,
     outer_steps,
     pipeline_axis,
     removes_one,
@@ -94,7 +95,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "model.lora_targets": (text, frozen),
     "model.lora_base": (text, frozen),
     "model.remat": (text,),
-    "model.unroll_layers": (text,),
+    "model.unroll_layers": (text, no_stages),
     "model.attention": (text,),
     **dict(_of_parts()),
     **{f"model.{knob}": (text, with_trait("routed", "experts"), groups_of_experts) for knob in GROUPS},
@@ -112,7 +113,7 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
     "parallel.delayed_gradients": ALWAYS,
     "parallel.compression_density": (has("parallel.gradient_compression", "topk-int8"),),
     "parallel.compression_rank": (has("parallel.gradient_compression", "powersgd"),),
-    "parallel.micro_batches": (text, sharded_gradients, accumulation),
+    "parallel.micro_batches": (text, sharded_gradients, no_stages, accumulation),
     "parallel.offload": (moments,),
     "parallel.rules.heads": (text, rule("heads")),
     "parallel.rules.mlp": (text, rule("mlp")),
@@ -197,8 +198,8 @@ EFFECTS: dict[str, tuple[Condition, ...]] = {
 def refusals(config: Config, given: Collection[str], own: Collection[str], good: Collection[str]) -> dict[str, str]:
     """Return a sentence for each knob without an effect, by its name.
 
-    `given` are the knobs that the request sets, `own` the ones that no shipped configuration sets, and `good`
-    those whose values are valid.
+    `given` are the knobs that the request sets, `own` the ones that its command line sets, and `good` those
+    whose values are valid.
     """
     known = Known(_requested_shape(config))
     sentences = {}

@@ -59,7 +59,7 @@ MISTAKES = {
     ),
     "layers without a loop": Wrong(
         "--mesh 1x1x2 --model.unroll-layers true",
-        [("model.unroll_layers is true, but the stages of a pipeline (mesh 1x1x2) loop", "leave it out")],
+        [("model.unroll_layers is true, but mesh 1x1x2, whose stages loop", "leave it out")],
     ),
     "moments in the host's memory": Wrong(
         "--mesh 1x1x2 --pipeline.schedule pipedream --optimizer.clip 0 --parallel.offload optimizer",

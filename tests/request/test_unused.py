@@ -41,6 +41,7 @@ BY_REQUEST = {
     "sharded": ({"parallel.zero": "1"}, {"parallel.zero": "0"}),
     "sharded_gradients": ({"parallel.zero": "2"}, {"parallel.zero": "1"}),
     "accumulation": ({"mesh": "1x1x1", "train.accumulation": "2"}, {"mesh": "1x1x1", "train.accumulation": "1"}),
+    "no_stages": ({"mesh": "2x1x1"}, {"mesh": "1x1x2"}),
     "moments": ({}, {"optimizer.name": "sgd", "optimizer.beta1": "0"}),
     "has_parallel_gradient_compression_topk_int8": (
         {"parallel.gradient_compression": "topk-int8"},
@@ -191,16 +192,20 @@ def test_an_axis_that_is_filled_decides_in_the_run(request_, axis):
     assert notes(config, Known({**ONES, axis: 2})) == []
 
 
-def test_only_what_the_user_wrote_and_what_differs_from_the_default(tmp_path):
+def test_only_what_the_command_line_says_and_what_differs_from_the_default(tmp_path):
     assert not told("model.window", {"model.window": "0", "model.sequence": "16"})
     # The window is that of the shipped configuration, the length of rows the user's.
     assert load("mistral_7b", {"model.sequence": "1024"}).model.window == 4096
     with pytest.raises(RequestError, match=r"model.window is 4096, but model.sequence 1024"):
         load("mistral_7b", {"model.sequence": "1024", "model.window": "4096"})
     file = tmp_path / "my.toml"
-    file.write_text("model.window = 4096\nmodel.sequence = 1024\n")
-    with pytest.raises(RequestError, match=r"model.window is 4096, but model.sequence 1024"):
-        load(str(file), {})
+    file.write_text("model.window = 4096\nmodel.sequence = 1024\nmodel.unroll_layers = true\n")
+    known = Known(ONES | {"pipeline": 2})
+    window, layers = notes(load(str(file), {"mesh": "1x1x2"}), known)
+    assert "model.window is 4096, but model.sequence 1024" in window
+    assert "model.unroll_layers is true, but mesh 1x1x2, whose stages loop" in layers
+    # A shipped configuration may be for another mesh too.
+    assert len(notes(load("llama_8b", {"mesh": "1x1x2"}), known)) == 2
 
 
 @pytest.mark.parametrize(

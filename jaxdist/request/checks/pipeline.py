@@ -105,16 +105,6 @@ def _waiting(split: Split) -> Iterator[str]:
         )
 
 
-@fit("model.unroll_layers")
-def _unrolled(split: Split) -> Iterator[str]:
-    config = split.config
-    if split.pipelined and config.model.unroll_layers:
-        yield (
-            f"model.unroll_layers is true, but the stages of a pipeline (mesh {config.mesh}) loop over their layers; "
-            f"leave it out"
-        )
-
-
 @fit("model.family", "model.layers", "model.dense_layers", "pipeline.schedule", "pipeline.virtual_stages")
 def _layers(split: Split) -> Iterator[str]:
     config = split.config
@@ -185,17 +175,6 @@ def _accumulation(split: Split) -> Iterator[str]:
         yield (
             f"train.accumulation is {k}, but the micro-batches of a pipeline (mesh {config.mesh}) take its place; "
             f"leave it out, and set pipeline.microbatches to {k}"
-        )
-
-
-@fit("parallel.zero", "parallel.micro_batches")
-def _micro_batches(split: Split) -> Iterator[str]:
-    config = split.config
-    order = config.parallel.micro_batches
-    if split.pipelined and config.parallel.zero >= 2 and order != "inside":
-        yield (
-            f"parallel.micro_batches is {order}, but the schedule of a pipeline (mesh {config.mesh}) orders the "
-            f"micro-batches itself; leave it out"
         )
 
 
