@@ -105,7 +105,7 @@ def _gathers_once_for_both_products(row: Row, case: Case) -> bool:
 
 def _gathers_layers_once(row: Row, case: Case) -> bool:
     """Return whether weights of layers are gathered once, and not in both passes, where no loop runs the layers."""
-    if not case.split.config.model.unroll_layers:
+    if not case.split.unrolled:
         return False
     gathered = _predicted(row, case, ALL_GATHER, f"{WEIGHTS}layers")
     return _sends_less(row, [one.elements // 2 for one in gathered if one.calls % 2 == 0], case.split.width)

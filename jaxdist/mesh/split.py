@@ -119,6 +119,11 @@ class Split:
         return self.size(PIPELINE) > 1
 
     @property
+    def unrolled(self) -> bool:
+        """Whether the layers are written out one after the other: a pipeline loops over those of a stage."""
+        return self.config.model.unroll_layers and not self.pipelined
+
+    @property
     def flush(self) -> bool:
         """Whether the weights are the same for a whole step: not in a pipeline that never drains."""
         return not (self.pipelined and self.config.pipeline.asynchronous)

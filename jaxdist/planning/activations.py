@@ -143,6 +143,25 @@ def saved_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
     return named + normed * widths.residual + operands
 
 
+def copied_per_token(m: ModelConfig, layout: Layout, remat: str) -> int:
+    """Return how many values for each token of a layer XLA:GPU moves where a loop keeps them in stacks.
+
+    It writes a stack once to fill it, copies what `saved_per_token` counts into it, and copies out of it what matmuls
+    and attention take of that. What waits in the host's memory is in no stack of the device.
+    """
+    if remat == "offload":
+        return 0
+    widths = _widths(m, layout)
+    taken = widths.attended
+    if remat in ("block", "stage"):
+        taken = widths.residual
+    elif remat == "dots":
+        taken = 0
+    elif remat == "none":
+        taken += 2 * normed_before(m) * widths.residual + widths.query + widths.key_value
+    return 3 * saved_per_token(m, layout, remat) + 2 * taken
+
+
 def stashed_per_token(m: ModelConfig, layout: Layout) -> int:
     """Return how many values for each token of a layer a split backward pass leaves for W (Qi et al. 2024, section 2).
 

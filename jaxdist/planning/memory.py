@@ -182,12 +182,15 @@ def _decoder(sharded: ShardedModel) -> Memory:
     if split.saved == "offload":
         to_host = kept
     later = int(step_bytes.gradients_of_layers(config.parallel.zero, width, elements))
+    freed = 0
+    if split.unrolled:
+        freed = int(freed_by_layer(config, parameters, config.parallel.zero, kept - to_host))
     return replace(
         at_rest,
         batch=_batch_of_tokens(split),
         gradients=gradients(config, parameters, config.parallel.zero, split.micro_batches, sharded.layout),
         weights=_weights(sharded),
-        activations=kept - to_host,
+        activations=kept - to_host - freed,
         working=max(working(stack, layout, split.rows, width, split.saved, later=later) for stack in stacks),
         host_activations=to_host,
         host_traffic=_host_traffic(config, parameters) + groups * to_host,
@@ -252,6 +255,16 @@ def gradients(config: Config, parameters: list[Placed], zero: Count, micro_batch
     elements = elements_of(config, [p for p in parameters if p.trained])
     sums = step_bytes.sums_of_gradients(micro_batches, layout)
     return step_bytes.gradients(zero, compute_width(config), elements, sums)
+
+
+def freed_by_layer(config: Config, parameters: list[Placed], zero: Count, kept: Count) -> Count:
+    """Return how many bytes of what layers keep make room for gradients, where no loop holds stacks of both.
+
+    The backward pass of a layer frees what the layer has kept, and leaves its gradients, so that never all of both are
+    there.
+    """
+    layers = elements_of(config, [p for p in parameters if p.trained and p.stacked])
+    return np.minimum(kept, step_bytes.stacked_gradients(zero, compute_width(config), layers))
 
 
 def _update(sharded: ShardedModel, held: Memory) -> int:

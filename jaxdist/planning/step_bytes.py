@@ -91,6 +91,11 @@ def gradients_of_layers(zero: Numbers, width: int, elements: Elements) -> Number
     return np.where(np.asarray(zero) >= 2, shards, whole)
 
 
+def stacked_gradients(zero: Numbers, width: int, layers: Elements) -> Numbers:
+    """Return the bytes of the gradients of one micro-batch that the backward pass leaves of all layers."""
+    return np.where(np.asarray(zero) >= 2, F32 * layers.rest, width * layers.use)
+
+
 def weights(zero: Numbers, width: int, elements: Elements, precision: Precision) -> Numbers:
     """Return the bytes of weights that a step casts or gathers.
 

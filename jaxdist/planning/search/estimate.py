@@ -37,6 +37,7 @@ from jaxdist.planning import (
     certainty,
     communication,
     exposure,
+    loop_copies,
     memory,
     optimizer_state,
     step_bytes,
@@ -90,6 +91,11 @@ MASKED_FORMULA = (
 )
 """What documents, and a window in a ring, add to the formula of `arithmetic` on GPUs."""
 
+UNROLLED_FORMULA = (
+    "; less what a loop over layers copies into and out of stacks: bytes / memory bandwidth, {seconds:.3g} s"
+)
+"""What layers that are written out change in the formula of `arithmetic` on GPUs."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -133,7 +139,7 @@ class Estimate:
     def step(self) -> step_time.Step:
         """The seconds that its kernels and transfers take, before they are added up."""
         cluster = self.cluster
-        work, lockstep = _arithmetic(self.sending, cluster)
+        work, lockstep = self._arithmetic(cluster)
         found = communication_seconds(self.sending, self.transfers, self.split.shape, cluster)
         for transfer in merge_calls(self.outer):
             group = group_over(self.split.shape, transfer.axes, cluster)
@@ -154,10 +160,16 @@ class Estimate:
 
     def seconds_on(self, cluster: Cluster) -> float:
         """Return the seconds of a step on a cluster that differs in its efficiency alone."""
-        work, lockstep = _arithmetic(self.sending, cluster)
+        work, lockstep = self._arithmetic(cluster)
         step = replace(self.step, arithmetic=work, waiting=lockstep - work)
         rates = exposure.rates_in(cluster, self.memory.total)
         return float(sum(step_time.parts(step, rates, cluster.overlap - 1).values()))
+
+    def _arithmetic(self, cluster: Cluster) -> tuple[float, float]:
+        """Return the seconds of one device's arithmetic, and those until all devices have done theirs."""
+        work, lockstep = _arithmetic(self.sending, cluster)
+        spared = float(loop_copies.spared(self.sharded)) / cluster.bandwidth
+        return work - spared, lockstep - spared
 
     def at(self, price: str) -> dict[str, float]:
         """Return the seconds of a step by part, at one of `step_time.PRICES`."""
@@ -256,6 +268,9 @@ class Estimate:
             found["optimizer"] += MATRIX_FORMULA
         if runs_by_matmuls(self.config, self.cluster, self.split.ring):
             found["arithmetic"] += MASKED_FORMULA
+        copied = float(loop_copies.spared(self.sharded))
+        if copied:
+            found["arithmetic"] += UNROLLED_FORMULA.format(seconds=copied / self.cluster.bandwidth)
         found[DATA] += crossing.asked(self.config).formula
         return found
 

@@ -26,8 +26,8 @@ from jaxdist.parallel.crossing import crossing_of
 from jaxdist.parallel.pipeline.formulas import lockstep_bubble, partial_ticks, residual_slots
 from jaxdist.parallel.pipeline.simulate import EQUAL, Times
 from jaxdist.parallel.pipeline.stages import BLOCKS
-from jaxdist.planning import memory, pipeline_memory, step_bytes, whole_updates
-from jaxdist.planning.activations import in_layer, in_loss, saved_per_token, stashed_per_token
+from jaxdist.planning import loop_copies, memory, pipeline_memory, step_bytes, whole_updates
+from jaxdist.planning.activations import copied_per_token, in_layer, in_loss, saved_per_token, stashed_per_token
 from jaxdist.planning.clusters import Cluster
 from jaxdist.planning.collective_time import group_over, seconds_of
 from jaxdist.planning.exposure import rates_in
@@ -88,6 +88,11 @@ class Screen(Steps):
         rates = rates_in(self.cluster, self.memory() if needed is None else needed)
         few, kinds = self.distinct("mesh", "sequence", "micro", "remat", "schedule", "virtual", RING)
         work, lockstep = (each[kinds] for each in few._arithmetic())
+        if self.config.model.unroll_layers:
+            few, kinds = self.distinct(*CHOICES, "mesh", "micro", "virtual")
+            spared = few.spared()[kinds] / self.cluster.bandwidth
+            work = work - spared
+            lockstep = lockstep - spared
         few, kinds = self._stored()
         replicas = few._crossing_seconds()[kinds] / self.rule.every
         held = memory.held(self.config, few.learned, few.columns["zero"], few.staged)
@@ -169,7 +174,11 @@ class Screen(Steps):
         logits = logits / np.where(self.vocab_shared, c[PIPELINE], 1)
         # The loss and the backward pass of the layers do not overlap: the larger one counts.
         moment = np.maximum(layer, logits - self._gradients_after_loss())
-        return self.width * tokens * np.where(self.staged, staged, flat) + moment
+        kept = self.width * tokens * np.where(self.staged, staged, flat)
+        if m.unroll_layers:
+            freed = memory.freed_by_layer(self.config, self.learned, c["zero"], kept)
+            kept = kept - np.where(self.staged, 0, freed)
+        return kept + moment
 
     def _gradients_after_loss(self) -> Column:
         """Return the bytes of gradients that do not exist yet during the loss: the backward pass makes them."""
@@ -208,6 +217,21 @@ class Screen(Steps):
             waits = waits + units.forward * (c[PIPELINE] - 1) / c["virtual"]
         layers = c["micro"] * layer + waits
         return work, np.where(self.staged, self.layers_run * layers + self.heads * head, work)
+
+    def spared(self) -> Column:
+        """Return the bytes that layers which are written out copy less than a loop over them."""
+        if not loop_copies.occur(self.of_platform):
+            return np.zeros(len(self.columns["mesh"]))
+        m = self.config.model
+        c = self.columns
+        per_token = self._by_layout(self.saved)(lambda layout, remat: copied_per_token(m, layout, SAVED[remat]))
+        layers, learned = (
+            elements_of(self.config, [p for p in parameters if p.stacked])
+            for parameters in (self.parameters(self.layout), self.learned)
+        )
+        weights = loop_copies.of_weights(c["zero"], self.width, layers, learned)
+        activations = self.width * self.tokens * c["micro"] * m.layers * per_token
+        return np.where(self.staged, 0, activations + c["micro"] // self.together * weights)
 
     def _bubble(self, units: Units) -> Column:
         """Return how much longer than the units of all micro-batches a schedule takes: of one layer.
