@@ -18,10 +18,12 @@ from jaxdist.request import load
 PIPELINE = {"parallel.zero": "1", "model.remat": "stage", "pipeline.schedule": "1f1b", "pipeline.microbatches": "16"}
 """Gradients are reduced once per step, after the loops."""
 
+LOOP = {"model.remat": "block", "model.unroll_layers": "false", "parallel.micro_batches": "inside"}
+
 ROWS = [
-    ("llama_8b", "h100", 64, {"mesh": "64x1x1", "train.accumulation": "8"}),
-    ("llama_8b", "h100", 512, {"mesh": "512x1x1"}),
-    ("llama_8b", "h100", 512, {"mesh": "64x8x1"}),
+    ("llama_8b", "h100", 64, {**LOOP, "mesh": "64x1x1", "train.accumulation": "8"}),
+    ("llama_8b", "h100", 512, {**LOOP, "mesh": "512x1x1"}),
+    ("llama_8b", "h100", 512, {**LOOP, "mesh": "64x8x1"}),
     ("llama_70b", "h100", 512, {"mesh": "512x1x1"}),
     ("llama_70b", "h100", 512, {"mesh": "64x8x1", "train.accumulation": "8", "parallel.sequence": "true"}),
     ("llama_8b", "h100", 512, {"mesh": "16x8x4", **PIPELINE}),

@@ -32,24 +32,41 @@ from jaxdist.training import run
 
 TARGET = "h100"
 
+BLOCK = {"model.remat": "block"}
+
 CASES = {
-    "data": ("llama_8b", {"mesh": "8x1x1"}),
+    "data": ("llama_8b", {**BLOCK, "mesh": "8x1x1"}),
     "kept": ("llama_8b", {"mesh": "8x1x1", "model.remat": "none"}),
-    "accumulation": ("llama_8b", {"mesh": "8x1x1", "train.accumulation": "2", "train.global_batch_size": "16"}),
-    "hosts": ("llama_8b", {"mesh": "64x1x1", "train.global_batch_size": "64"}),
+    "accumulation": (
+        "llama_8b",
+        {**BLOCK, "mesh": "8x1x1", "train.accumulation": "2", "train.global_batch_size": "16"},
+    ),
+    "hosts": ("llama_8b", {**BLOCK, "mesh": "64x1x1", "train.global_batch_size": "64"}),
     "sequence": (
         "llama_8b",
-        {"mesh": "16x8x1", "parallel.sequence": "true", "train.accumulation": "4", "train.global_batch_size": "64"},
+        {
+            **BLOCK,
+            "mesh": "16x8x1",
+            "parallel.sequence": "true",
+            "train.accumulation": "4",
+            "train.global_batch_size": "64",
+        },
     ),
-    "tensor": ("llama_8b", {"mesh": "4x2x1", "parallel.sequence": "true"}),
+    "tensor": ("llama_8b", {**BLOCK, "mesh": "4x2x1", "parallel.sequence": "true"}),
     "1b": ("llama_1b", {"mesh": "8x1x1", "train.global_batch_size": "64"}),
     "1b hosts": ("llama_1b", {"mesh": "64x1x1", "train.global_batch_size": "512"}),
     "small": ("llama_1b", {"mesh": "8x1x1", "model.remat": "block", "model.sequence": "2048"}),
     "zero2": ("llama_1b", {"mesh": "8x1x1", "model.remat": "block", "model.sequence": "2048", "parallel.zero": "2"}),
 }
-"""As the files have it, but for what is named: 8B in `mixed`, ZeRO 3 and remat block, 8192 tokens a row."""
+"""As the files have it, but for what is named: 8192 tokens in a row of 8B."""
 
-COMMON = {"precision": "bfloat16", "train.global_batch_size": "8", "parallel.zero": "3"}
+COMMON = {
+    "precision": "bfloat16",
+    "train.global_batch_size": "8",
+    "parallel.zero": "3",
+    "parallel.micro_batches": "inside",
+    "model.unroll_layers": "false",
+}
 """A row or two for each device, so that the step fits: where memory is short, XLA lets nothing run beside anything."""
 
 SERIES = xla_options.series()

@@ -16,7 +16,13 @@ from pathlib import Path
 from jaxdist.explain import explain
 from jaxdist.request import load
 
-ONE = {"mesh": "1x1x1", "parallel.zero": "0", "train.global_batch_size": "4", "model.remat": "block"}
+ONE = {
+    "mesh": "1x1x1",
+    "parallel.zero": "0",
+    "train.global_batch_size": "4",
+    "model.remat": "block",
+    "model.unroll_layers": "false",
+}
 ROWS = (("bfloat16", ""), ("fp8", ""), ("fp8", "--xla_gpu_enable_triton_gemm=true"))
 CALL = re.compile(r'custom_call_target="(__cublas[\w$]+)"')
 GIB = 2**30

@@ -60,14 +60,19 @@ LARGE = {"model.heads": "16", "mesh": "1x1x1", "train.global_batch_size": "8"}
 """Llama 1B with heads of 128."""
 
 SHARDED = {"precision": "bfloat16", "mesh": "8x1x1", "train.global_batch_size": "8", "parallel.zero": "3"}
-"""Llama 8B with remat block."""
+"""Llama 8B, a row on each of 8 GPUs."""
+
+LOOP = {"model.unroll_layers": "false"}
 
 ROWS = {
     "1b": ("llama_1b", LARGE),
-    "1b unrolled": ("llama_1b", {**LARGE, "model.unroll_layers": "true"}),
+    "1b loop": ("llama_1b", {**LARGE, **LOOP}),
     "8b": ("llama_8b", SHARDED),
+    "8b loop": ("llama_8b", {**SHARDED, **LOOP}),
+    "8b dots": ("llama_8b", {**SHARDED, **LOOP, "model.remat": "dots"}),
+    "8b block": ("llama_8b", {**SHARDED, **LOOP, "model.remat": "block"}),
 }
-"""Name -> (CONFIG, options)."""
+"""Name -> (CONFIG, options): as they are shipped, and what they were chosen from."""
 
 MATMULS = "matmuls"
 FORWARD = "attention, forward"

@@ -28,6 +28,10 @@ TARGET = "h100"
 ZERO3 = {"parallel.zero": "3", "precision": "bfloat16"}
 ZERO2 = {"parallel.zero": "2", "precision": "bfloat16"}
 ZERO1 = {"parallel.zero": "1", "precision": "bfloat16"}
+BLOCK = {"model.remat": "block"}
+
+LOOP = {"model.unroll_layers": "false", "parallel.micro_batches": "inside"}
+"""Loops over layers, and over micro-batches in each of them, whatever the shipped configuration has."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +51,25 @@ class Case:
     @property
     def overrides(self) -> dict[str, str]:
         """All knobs."""
-        return {"mesh": self.mesh, **self.options, "train.global_batch_size": str(self.rows)}
+        return {"mesh": self.mesh, **LOOP, **self.options, "train.global_batch_size": str(self.rows)}
 
 
 CASES = {
     "1b": Case("llama_1b", "8x1x1", 64, ZERO3),
-    "1b block": Case("llama_1b", "8x1x1", 64, {**ZERO3, "model.remat": "block"}),
+    "1b block": Case("llama_1b", "8x1x1", 64, {**ZERO3, **BLOCK}),
     "1b full": Case("llama_1b", "8x1x1", 192, ZERO3),
     "1b hosts": Case("llama_1b", "64x1x1", 256, ZERO3),
     "1b zero 2": Case("llama_1b", "8x1x1", 64, ZERO2),
     "1b zero 1": Case("llama_1b", "8x1x1", 64, ZERO1),
     "1b micro": Case("llama_1b", "8x1x1", 128, {**ZERO3, "train.accumulation": "4"}),
     "3b": Case("llama_3b", "8x1x1", 16, ZERO3),
-    "8b": Case("llama_8b", "8x1x1", 8, ZERO3),
+    "8b": Case("llama_8b", "8x1x1", 8, {**ZERO3, **BLOCK}),
     "8b none": Case("llama_8b", "8x1x1", 8, {**ZERO3, "model.remat": "none"}),
     "8b full": Case("llama_8b", "8x1x1", 16, {**ZERO3, "model.remat": "none"}),
-    "8b hosts": Case("llama_8b", "64x1x1", 64, ZERO3),
-    "8b tensors": Case("llama_8b", "8x8x1", 64, {**ZERO1, "model.remat": "block"}),
-    "8b sequence": Case("llama_8b", "4x2x1", 8, {**ZERO3, "parallel.sequence": "true"}),
-    "8b ring": Case("llama_8b", "data=2,context=4", 2, {**ZERO3, "model.sequence": "32768"}),
+    "8b hosts": Case("llama_8b", "64x1x1", 64, {**ZERO3, **BLOCK}),
+    "8b tensors": Case("llama_8b", "8x8x1", 64, {**ZERO1, **BLOCK}),
+    "8b sequence": Case("llama_8b", "4x2x1", 8, {**ZERO3, **BLOCK, "parallel.sequence": "true"}),
+    "8b ring": Case("llama_8b", "data=2,context=4", 2, {**ZERO3, **BLOCK, "model.sequence": "32768"}),
     "qwen": Case("qwen3_4b", "8x1x1", 16, ZERO3),
     "experts": Case("olmoe_1b_7b", "data=2,expert=4", 16, ZERO3),
 }

@@ -22,7 +22,7 @@ GROUPS = ("models", "torch", "train", "layers", "numerics", "generate", "forms",
 SHAPES = {"llama_1b-128": ("llama_1b", {"model.heads": "16"})}
 """Name -> (CONFIG, options): the 1B with heads of 128, where flash attention is faster than with the published 64."""
 
-ALIKE = {"mesh": "1x1x1", "model.remat": "none", "train.accumulation": "1"}
+ALIKE = {"mesh": "1x1x1", "model.remat": "none", "model.unroll_layers": "false", "train.accumulation": "1"}
 """Options of every measurement, unless a measurement overrides them."""
 
 REMATS = ("dots", "block", "offload")

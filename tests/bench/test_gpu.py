@@ -57,7 +57,7 @@ def played(asked, environment) -> tuple[dict | None, str]:
     return found | ({"kernels": {"seconds": traced, "longest": longest}} if asked["traced"] else {}), ""
 
 
-PLAYED = played({"traced": 0, "config": "llama_1b", "overrides": {}}, {})
+PLAYED = played({"traced": 0, "config": "llama_1b", "overrides": ALIKE}, {})
 
 TORCH = {
     "torch": "2.11.0", "compiled": True, "rows": 8, "step_seconds": 1.2, "tokens_per_second": 54613.0, "loss": 11.51,

@@ -97,6 +97,7 @@ def llama_1b(zero: int, remat: str, accumulation: int, rows: int = 2, offload: s
         "mesh": "8x1x1",
         "parallel.zero": str(zero),
         "model.remat": remat,
+        "model.unroll_layers": "false",
         "parallel.offload": offload,
         "model.sequence": "2048",
         "train.accumulation": str(accumulation),

@@ -134,7 +134,8 @@ def test_every_array_in_memory_is_seen_and_none_inside_a_fusion():
 @pytest.mark.parametrize(("name", "devices", "rows"), [("llama_1b", 1, 8), ("llama_8b", 8, 1)])
 def test_the_step_that_an_h100_would_run(name, devices, rows):
     """With `rows` of 4096 or 8192 tokens on each device; stage 3 for 8B."""
-    asked = {"mesh": f"{devices}x1x1", "train.global_batch_size": str(rows * devices), "model.remat": "none"}
+    asked = {"mesh": f"{devices}x1x1", "train.global_batch_size": str(rows * devices)}
+    asked |= {"model.remat": "none", "model.unroll_layers": "false"}
     report = explain(load(name, asked), "h100")
     found, model = report.kernels, report.config.model
 
