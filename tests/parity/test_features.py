@@ -64,6 +64,11 @@ ROWS = {
         "data=2,model=2",
         dict(stage=3, remat="block", sequence=True, unroll=True),
     ),
+    "unrolled, ZeRO 3, rows in turn outside the layers": (
+        "untied",
+        "data=2",
+        dict(stage=3, accumulation=2, inside=False, unroll=True),
+    ),
     "unrolled experts": ("experts", "data=2,expert=2", dict(stage=3, accumulation=4, unroll=True)),
 }
 """(model, mesh, options)."""
