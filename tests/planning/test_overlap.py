@@ -1,5 +1,6 @@
 """What runs beside the bytes that a step sends, as the schedule has it: by hand, and of XLA."""
 
+import re
 import tomllib
 
 import pytest
@@ -70,7 +71,7 @@ MESH = abstract_mesh(parse_mesh("8x1x1"))
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not target.available(), reason="JAX's CUDA plug-in is not installed: jaxdist[target]")
 def test_what_is_explained_tells_the_options_of_a_run(monkeypatch):
-    """But those that XLA_FLAGS name."""
+    """But those that XLA_FLAGS name. The program is of them: without atomic sums, XLA sorts the tokens first."""
     model = ModelConfig(layers=4, embed=128, heads=4, vocab=512, sequence=64)
     train = TrainConfig(global_batch_size=16, deterministic=True)
     asked = Config(mesh="8x1x1", model=model, parallel=ParallelConfig(zero=3), train=train)
@@ -80,6 +81,8 @@ def test_what_is_explained_tells_the_options_of_a_run(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", " ".join(f"--{name}=false" for name in names))
     plain = explain(asked, "h100")
     assert not any("compiled with" in note for note in plain.notes)
+    assert re.search(r" = .* sort\(", found.program.text)
+    assert not re.search(r" = .* sort\(", plain.program.text)
 
 
 @pytest.mark.exhaustive
