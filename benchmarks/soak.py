@@ -201,11 +201,10 @@ def main(words: list[str]) -> int:
         print("full disks are left out: they need root")
     with ExitStack() as stack:
         base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-"))).resolve()
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(base / "xla")
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-        # What is compiled anew must not take longer than gloo waits, on a busy machine.
-        os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+        # No cache of programs: process 1 does not find what process 0 has written, and gloo waits 30 s for it.
+        os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+        # Most of a round is compiling: this takes two thirds of the processor's time of XLA's defaults.
+        os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
         text = base / "text.txt"
         text.write_text("".join(path.read_text() for path in sorted(Path("jaxdist/cluster").glob("*.py"))))
         options = [*OPTIONS, f"--data.path={text}"]
