@@ -95,7 +95,7 @@ def _directions(roles: Roles) -> optax.GradientTransformation:
     def init(params: Any) -> AdafactorState:
         def nothing(role: Role, w: jax.Array) -> tuple[jax.Array, ...]:
             kept = [mean for mean in means(role, w.ndim) if mean.kept]
-            return tuple(_mean(jnp.zeros_like(w), mean) for mean in kept)
+            return tuple(_mean(jnp.zeros_like(w), mean, role) for mean in kept)
 
         return AdafactorState(jnp.zeros((), jnp.int32), jax.tree.map(nothing, roles, params))
 
@@ -122,21 +122,24 @@ def _direction(
     asked = means(role, g.ndim)
     share = before.astype(g.dtype)
     new = tuple(
-        share * old + (1 - share) * _mean(squares, mean)
+        share * old + (1 - share) * _mean(squares, mean, role)
         for old, mean in zip(kept, [mean for mean in asked if mean.kept], strict=True)
     )
     if len(new) == 1:
         direction = g * jax.lax.rsqrt(new[0])
     else:
         rows, columns = new
-        relative = rows / _spread(_mean(rows, asked[2]), rows)
+        relative = rows / _spread(_mean(rows, asked[2], role), rows)
         direction = g * _spread(jax.lax.rsqrt(relative), g) * _spread(jax.lax.rsqrt(columns), g)
-    size = jnp.sqrt(_mean(jnp.square(direction), asked[-1]))
+    size = jnp.sqrt(_mean(jnp.square(direction), asked[-1], role))
     return direction / _spread(jnp.maximum(1, size), g), new
 
 
-def _mean(a: jax.Array, mean: Mean) -> jax.Array:
-    """Return a mean of `a`, whose dims are those of the parameter; the dims that it loses have size 1."""
+def _mean(a: jax.Array, mean: Mean, role: Role) -> jax.Array:
+    """Return a mean of `a`, whose dims are those of the parameter; the dims that it loses have size 1.
+
+    Where the mesh has added places, they are zero in `a`.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -144,7 +147,7 @@ def _mean(a: jax.Array, mean: Mean) -> jax.Array:
     spec = jax.typeof(a).sharding.spec
     axes_of = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec.partitions]
     over = tuple(axis for dim in lost for axis in axes_of[dim])
-    count = math.prod(a.shape[dim] for dim in lost)
+    count = math.prod(a.shape[dim] - (role.added if dim == 0 else 0) for dim in lost)
 
     def on_device(own: jax.Array) -> jax.Array:
         total = jnp.sum(own, lost)

@@ -10,7 +10,7 @@ zero in every update.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float, Int
 
+from jaxdist.parallel.placement import Placements
 from jaxdist.sharding import Layout, Tree, axes_of, partition
 
 TABLES = ("table", "output")
@@ -51,13 +52,26 @@ class Vocabulary:
         """Return the shapes of `pad(tree)`, from shapes."""
         return of_tables(lambda a: jax.ShapeDtypeStruct((self.rows, *a.shape[1:]), a.dtype), tree)
 
+    def places(self, tree: Placements) -> Placements:
+        """Return the placements of parameters that have the rows, of which an update rule then knows."""
+        return of_tables(lambda place: replace(place, role=replace(place.role, added=self.added)), tree)
+
     def padded(self, tree: Tree) -> Tree:
         """Add the rows to arrays on the mesh: to parameters, or to what has their names, such as an optimizer state."""
-        return of_tables(lambda a: _relaid(a, self._pad, self._split_rows(a)), tree) if self.added else tree
+
+        def padded(a: Array) -> Array:
+            # An update rule may keep a mean over all rows.
+            return _relaid(a, self._pad, self._split_rows(a)) if a.shape[0] == self.size else a
+
+        return of_tables(padded, tree) if self.added else tree
 
     def cut(self, tree: Tree) -> Tree:
         """Return the inverse of `padded`: what checkpoints hold."""
-        return of_tables(lambda a: _relaid(a, self._cut, self._split_columns(a)), tree) if self.added else tree
+
+        def cut(a: Array) -> Array:
+            return _relaid(a, self._cut, self._split_columns(a)) if a.shape[0] == self.rows else a
+
+        return of_tables(cut, tree) if self.added else tree
 
     def _pad(self, a: Float[Array, "V ..."]) -> Float[Array, "V ..."]:
         return jnp.pad(a, [(0, self.added), *((0, 0) for _ in a.shape[1:])])

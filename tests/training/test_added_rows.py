@@ -1,5 +1,7 @@
 """A vocabulary that the mesh does not divide: its added rows are in memory, and nowhere else."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.decoding import Choice, Decoding
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.run import Run
-from tests.tiers import thinned
+from tests.tiers import exhaustive, thinned
 
 VOCAB = 97
+ADAFACTOR = dict(name="adafactor", warmup=0)
 
 
 def run_on(mesh: str, precision: str = "float32", **of) -> Run:
@@ -65,11 +68,24 @@ def test_added_rows_stay_zero_and_are_not_saved(mesh, of):
         assert all(np.abs(cut).sum() > 0 for cut in tables(saved.optimizer))
 
 
+@pytest.mark.parametrize("mesh", ["1x2x1", *exhaustive([("1x1x2",)])])
+def test_means_of_a_table_leave_its_added_rows_out(mesh):
+    """Those of Adafactor, whose first update is as large as a gradient is beside them."""
+    ends = []
+    for run in (run_on("1x1x1", optimizer=ADAFACTOR), run_on(mesh, optimizer=ADAFACTOR)):
+        with jax.set_mesh(run.mesh):
+            state = after_two_steps(run)
+            ends.append(jax.device_get(run.step.logical(state)))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-9), *(end.optimizer for end in ends))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), *(end.params for end in ends))
+
+
 @pytest.mark.slow
-def test_a_checkpoint_is_the_same_bits_on_meshes_that_add_rows_and_on_one_that_does_not(tmp_path):
+@pytest.mark.parametrize("optimizer", [dict(warmup=0), *exhaustive([(ADAFACTOR,)])])
+def test_a_checkpoint_is_the_same_bits_on_meshes_that_add_rows_and_on_one_that_does_not(tmp_path, optimizer):
     wanted = None
     for step, mesh in enumerate(("1x2x1", "1x1x1", "1x4x1"), 1):
-        run = run_on(mesh)
+        run = run_on(mesh, optimizer=optimizer)
         with jax.set_mesh(run.mesh), Checkpoints(tmp_path, keep=3) as checkpoints:
             if wanted is None:
                 state = after_two_steps(run)

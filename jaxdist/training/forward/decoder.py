@@ -65,7 +65,7 @@ class DecoderForward(AccumulatingForward[Model]):
         """Whether the layers are written out one after the other, in place of one program that loops over them."""
         self.vocabulary = Vocabulary(layout, model.vocab)
         self.abstract = self.vocabulary.abstract(model.abstract)
-        self.places = placing.placements(layout, model.axes, self.abstract, zero)
+        self.places = self.vocabulary.places(placing.placements(layout, model.axes, self.abstract, zero))
         saved = saved_by_layer(options.remat, zero.stage, pipelined=False)
 
         self.remat: Wrapper = keep_all

@@ -70,11 +70,13 @@ class StagedForward(ForwardBase[ModelT], ABC):
         self.objective = options.objective
         self.stage = zero.stage
         self.abstract = stages.abstract(model.abstract)
+        assert zero.defers == self.flush
         if isinstance(model, Model):
             self.vocabulary = Vocabulary(layout, model.vocab)
             self.abstract = self.vocabulary.abstract(self.abstract)
-        assert zero.defers == self.flush
         self.places = placing.placements(layout, self.axes, self.abstract, zero)
+        if self.vocabulary:
+            self.places = self.vocabulary.places(self.places)
 
     @property
     def axes(self) -> Tree:
