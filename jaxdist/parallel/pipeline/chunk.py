@@ -113,24 +113,32 @@ class ChunkBackward:
         slot: Slot,
         sums: Tree,
         on: jax.Array | bool,
+        before: tuple[jax.Array, ...] = (),
     ) -> tuple[Tree, Float[Array, "..."]]:
         """Return (`sums` with the gradients of the weights, as `Backward.backward` adds them; the gradient of x)."""
         units = self.chunk.units(work)
         for name in reversed(units):
             own = _sums_of(name, sums)
-            own, dy = self.stacks[name].backward(units[name], dy, kept[name], slot, own, on)
+            own, dy = self.stacks[name].backward(units[name], dy, kept[name], slot, own, on, before)
             sums = _with_sums(name, sums, own)
         return sums, dy
 
     def of_input(
-        self, work: Work, dy: Float[Array, "..."], kept: RingsOfStacks, slot: Slot, stash: RingsOfStacks, to: Slot
+        self,
+        work: Work,
+        dy: Float[Array, "..."],
+        kept: RingsOfStacks,
+        slot: Slot,
+        stash: RingsOfStacks,
+        to: Slot,
+        before: tuple[jax.Array, ...] = (),
     ) -> tuple[RingsOfStacks, Float[Array, "..."]]:
         """Run B alone: return (`stash` with what W needs of each layer in slot `to`, the gradient of x)."""
         units = self.chunk.units(work)
         written = dict(stash)
         for name in reversed(units):
             of_input = self.stacks[name].of_input
-            written[name], dy = of_input(units[name], dy, kept[name], slot, stash[name], to)
+            written[name], dy = of_input(units[name], dy, kept[name], slot, stash[name], to, before)
         return written, dy
 
     def of_weights(

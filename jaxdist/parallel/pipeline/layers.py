@@ -37,6 +37,9 @@ from jaxdist.sharding import Tree, wide
 Rings = list[list[Array]]
 """For each kind of layer in a period, arrays [slots, places of this kind, ...]."""
 Slot = jax.Array | int
+SlotIn = Callable[[jax.Array], Slot]
+"""Returns the slot in which a ring is read."""
+
 Shapes = Sequence[jax.ShapeDtypeStruct]
 About = TypeVar("About")
 
@@ -192,10 +195,10 @@ class Layers:
             for kind, of_layer in enumerate(of_kinds)
         ]
 
-    def get(self, rings: Rings, kind: int, slot: Slot, place: jax.Array) -> list[jax.Array]:
+    def get(self, rings: Rings, kind: int, slot_in: SlotIn, place: jax.Array) -> list[jax.Array]:
         """Read what a layer of this kind, at `place` of the chunk, has written to a slot."""
         at = self.stages.among_its_kind(place)
-        return [_read(a, slot, at) for a in rings[kind]]
+        return [_read(a, slot_in(a), at) for a in rings[kind]]
 
     def put(self, rings: Rings, kind: int, values: list[jax.Array], slot: Slot, place: jax.Array) -> Rings:
         """Return the rings with what a layer of this kind, at `place` of the chunk, writes to a slot."""
@@ -261,18 +264,27 @@ class Backward:
         return replace(whole, halves=[one.about for one in cut], stashes=[one.arrays for one in cut])
 
     def backward(
-        self, unit: Unit, dy: jax.Array, kept: Rings, slot: Slot, sums: Tree, on: jax.Array | bool
+        self,
+        unit: Unit,
+        dy: jax.Array,
+        kept: Rings,
+        slot: Slot,
+        sums: Tree,
+        on: jax.Array | bool,
+        before: tuple[jax.Array, ...] = (),
     ) -> tuple[Tree, jax.Array]:
         """Return (`sums` with the gradients of the weights, from ZeRO 2 on reduced; the gradient of x).
 
         `sums` are [chunks, depth, ...] each. A gradient that is not `on` is not added to them, and may be anything.
+        What is kept is read after all of `before` is there.
         """
+        slot_in = _not_before(before, slot)
 
         def one(kind: int, carry: tuple[Tree, jax.Array], layer: Numbered) -> tuple[tuple[Tree, jax.Array], None]:
             sums, dy = carry
             place, w, number, valid = layer
             w = self.layers.in_use(w)
-            own = self.layers.get(kept, kind, slot, place)
+            own = self.layers.get(kept, kind, slot_in, place)
             dw, dx = self.pullbacks[kind].rebuilt(own, (w, unit.part, number))(dy)
             sums = self._accumulate(sums, dw, (unit.chunk, place), on & valid)
             return (sums, self.layers.where(valid, dx, dy)), None
@@ -280,14 +292,25 @@ class Backward:
         return self.layers.scan(one, (sums, dy), unit, reverse=True)[0]
 
     def of_input(
-        self, unit: Unit, dy: jax.Array, kept: Rings, slot: Slot, stash: Rings, to: Slot
+        self,
+        unit: Unit,
+        dy: jax.Array,
+        kept: Rings,
+        slot: Slot,
+        stash: Rings,
+        to: Slot,
+        before: tuple[jax.Array, ...] = (),
     ) -> tuple[Rings, jax.Array]:
-        """Run B alone: return (`stash` with what W needs of each layer in slot `to`, the gradient of x)."""
+        """Run B alone: return (`stash` with what W needs of each layer in slot `to`, the gradient of x).
+
+        What is kept is read after all of `before` is there.
+        """
+        slot_in = _not_before(before, slot)
 
         def one(kind: int, carry: tuple[Rings, jax.Array], layer: Numbered) -> tuple[tuple[Rings, jax.Array], None]:
             stash, dy = carry
             place, w, number, valid = layer
-            own = self.layers.get(kept, kind, slot, place)
+            own = self.layers.get(kept, kind, slot_in, place)
             arrays = self._arguments((self.layers.in_use(w), unit.part, number), [*own, dy])
             (dx,), made = self.halves[kind].at_once(*arrays)
             return (self.layers.put(stash, kind, list(made), to, place), self.layers.where(valid, dx, dy)), None
@@ -304,17 +327,12 @@ class Backward:
         before: tuple[jax.Array, ...] = (),
     ) -> Tree:
         """Run W, after all of `before` is there: return `sums` with the gradients of the weights."""
-        later = region.after(slot, *before)
-
-        def slot_in(a: jax.Array) -> jax.Array:
-            # A slot that varies over more axes than a ring would make what is read from it vary too.
-            return later if region.varying(later) <= region.varying(a) else slot
+        slot_in = _not_before(before, slot)
 
         def one(kind: int, sums: Tree, layer: Numbered) -> tuple[Tree, None]:
             place, w, number, valid = layer
             again, _ = self._arguments((w, unit.part, number), [])
-            at = self.layers.stages.among_its_kind(place)
-            stashed = [_read(a, slot_in(a), at) for a in stash[kind]]
+            stashed = self.layers.get(stash, kind, slot_in, place)
             structure = jax.tree.structure(differentiated(self.layers.places, w))
             dw = jax.tree.unflatten(structure, self.halves[kind].later(again, stashed))
             return self._accumulate(sums, dw, (unit.chunk, place), on & valid), None
@@ -367,6 +385,17 @@ class Backward:
 def _in_ring(a: jax.ShapeDtypeStruct, lead: tuple[int, ...]) -> jax.Array:
     """Return zeros of the type of `a` in a ring, where everything is a rank's own, with leading dims `lead`."""
     return region.vary(region.zeros_like(a, lead), (PIPELINE,))
+
+
+def _not_before(before: tuple[jax.Array, ...], slot: Slot) -> SlotIn:
+    """Return the slot in which a ring is read after all of `before` is there."""
+    later = region.after(jnp.asarray(slot), *before)
+
+    def slot_in(ring: jax.Array) -> Slot:
+        # A slot that varies over more axes than a ring would make what is read from it vary too.
+        return later if region.varying(later) <= region.varying(ring) else slot
+
+    return slot_in
 
 
 def _read(a: jax.Array, slot: Slot, place: jax.Array) -> jax.Array:
