@@ -85,6 +85,8 @@ class Role:
     """How it is matrices of layers; None: it is none, as tables, norms and biases are none."""
     trained: bool = True
     """Whether a step changes it; others are frozen."""
+    layers: tuple[int, ...] = ()
+    """Which layer each place of the stacked dims has, row by row, where some have none; empty: they are in order."""
     added: int = 0
     """How many places at the end of its first dim the mesh has added; they are zero, and no mean counts them."""
 

@@ -6,11 +6,12 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.mesh import devices_asked, make_mesh, parse_mesh
 from jaxdist.optimizers.table import UPDATE_RULES
 from jaxdist.parallel.pipeline.stages import Stages
+from jaxdist.parallel.placement import Placement
 from jaxdist.training.forward.optimizer import optimizer
-from jaxdist.training.forward.rounded_moments import _seed, rounded, stochastic
+from jaxdist.training.forward.rounded_moments import _seed, random_bits, rounded, stochastic
 from tests.parity import cases
 from tests.training.test_optimizer import BASE, GRADS, PARAMS, ROLES
 
@@ -49,6 +50,24 @@ def test_the_bits_do_not_depend_on_how_an_array_lies():
     stages = Stages(ranks=2, virtual=1, sizes=(2, 2))
     folded = stages.fold({"blocks": jnp.asarray(x)})["blocks"]
     np.testing.assert_array_equal(rounds(folded, 7).reshape(x.shape), wanted)
+
+
+@pytest.mark.parametrize(("mesh", "sizes"), [("data=2,pipeline=2", (1, 3)), ("pipeline=3", (2, 1, 1))])
+def test_layers_of_stages_with_padding_have_their_own_bits(mesh, sizes):
+    x = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
+    seed = _seed(jnp.asarray(7), 0)
+    wanted = np.asarray(jax.jit(random_bits)(x, seed))
+    stages = Stages(ranks=len(sizes), virtual=1, sizes=sizes)
+    places = stages.places({"blocks": {"w": Placement(*[jax.P()] * 4)}, "table": Placement(*[jax.P()] * 4)})
+    layers, split = places["blocks"]["w"].role.layers, "data" if "data" in mesh else None
+    assert not places["table"].role.layers
+    devices = make_mesh(parse_mesh(mesh), jax.devices()[: devices_asked(parse_mesh(mesh))])
+    with jax.set_mesh(devices):
+        lies = jax.NamedSharding(devices, jax.P(None, "pipeline", None, split, None))
+        folded = jax.device_put(stages.fold({"blocks": jnp.asarray(x)})["blocks"], lies)
+        found = jax.jit(random_bits, static_argnums=2)(folded, seed, layers)
+        assert jax.typeof(found).sharding.spec == lies.spec
+    np.testing.assert_array_equal(np.asarray(found).reshape(-1, 6, 8)[stages.valid.ravel()], wanted)
 
 
 @pytest.mark.parametrize("name", [name for name, row in UPDATE_RULES.items() if row.moments])

@@ -28,6 +28,7 @@ from jaxdist.config.stacks import stacks_of, why_no_stages
 from jaxdist.mesh import PIPELINE
 from jaxdist.mesh.split import Split
 from jaxdist.output.units import counted
+from jaxdist.parallel.placement import Placement, Placements
 from jaxdist.parallel.placing import is_axes
 from jaxdist.sharding import LAYERS, STAGES, Tree
 
@@ -183,6 +184,15 @@ class Stages:
             return jax.ShapeDtypeStruct((stack.virtual, stack.ranks, stack.depth, *a.shape[1:]), a.dtype)
 
         return self._of_layers(of, tree)
+
+    def places(self, tree: Placements) -> Placements:
+        """Return the placements of parameters that are folded, whose update rule then knows where padding is."""
+
+        def place(stack: Stages, one: Placement) -> Placement:
+            layers = tuple(stack.layer.ravel().tolist()) if stack.padded else ()
+            return replace(one, role=replace(one.role, layers=layers))
+
+        return self._of_layers(place, tree)
 
     def axes(self, tree: Tree) -> Tree:
         """Return the logical axes of `fold(tree)`, from logical axes.

@@ -13,6 +13,7 @@ from jaxdist.config import OptimizerConfig
 from jaxdist.models import Params
 from jaxdist.optimizers.rates import at_rates, parse
 from jaxdist.optimizers.schedules import SCHEDULES
+from jaxdist.sharding import named
 from jaxdist.training.forward.block_moments import InBlocks
 from jaxdist.training.forward.rounded_moments import Rounded, kept_as
 
@@ -66,7 +67,8 @@ def optimizer(config: OptimizerConfig, steps: int, roles: Params) -> optax.Gradi
     rule = config.rule.transformation(config, schedule(config, steps), roles)
     if config.moments != "float32":
         kept = Rounded() if config.moments == "bfloat16" else InBlocks(config.rule, roles)
-        rule = kept_as(kept, rule, config.rule.moments)
+        layers = {path: role.layers for path, role in named(roles).items() if role.layers}
+        rule = kept_as(kept, rule, config.rule.moments, layers)
     return at_rates(rule, parse(config.rates), roles) if config.rates else rule
 
 

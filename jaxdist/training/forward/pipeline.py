@@ -74,7 +74,7 @@ class StagedForward(ForwardBase[ModelT], ABC):
         if isinstance(model, Model):
             self.vocabulary = Vocabulary(layout, model.vocab)
             self.abstract = self.vocabulary.abstract(self.abstract)
-        self.places = placing.placements(layout, self.axes, self.abstract, zero)
+        self.places = stages.places(placing.placements(layout, self.axes, self.abstract, zero))
         if self.vocabulary:
             self.places = self.vocabulary.places(self.places)
 

@@ -9,12 +9,19 @@ and of the place of the number in it: on every mesh they are the same, and so th
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import reshard
 from jaxtyping import Array, BFloat16, Float, Float32, UInt32
+
+FOLDED = 3
+"""The dims [v, S, depth] of the layers of a pipeline."""
 
 
 class Kept(Protocol):
@@ -50,11 +57,15 @@ class Rounded:
 
 
 def kept_as(
-    kept: Kept, rule: optax.GradientTransformation, moments: tuple[str, ...]
+    kept: Kept,
+    rule: optax.GradientTransformation,
+    moments: tuple[str, ...],
+    layers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> optax.GradientTransformationExtraArgs:
     """Return `rule` with a state whose `moments`, arrays by the names of its fields, are kept in another form.
 
-    An update is made in f32 from the moments before they are rounded.
+    An update is made in f32 from the moments before they are rounded. `layers` are those of `Role`, by the paths to
+    parameters.
     """
     inner = optax.with_extra_args_support(rule)
 
@@ -65,8 +76,9 @@ def kept_as(
             field = _field(path, moments)
             if not field:
                 return a
-            bits = random_bits(a, _seed(count, next(numbers)))
-            return kept.narrow(a, field, ".".join(_keys(path)), bits)
+            parameter = ".".join(_keys(path))
+            bits = random_bits(a, _seed(count, next(numbers)), layers.get(parameter, ()))
+            return kept.narrow(a, field, parameter, bits)
 
         return jax.tree.map_with_path(narrow, state)
 
@@ -107,23 +119,31 @@ def _cut(a: Float32[Array, "..."], bits: UInt32[Array, "..."]) -> BFloat16[Array
     return cut.astype(jnp.bfloat16)
 
 
-def random_bits(a: Float[Array, "..."], seed: UInt32[Array, ""]) -> UInt32[Array, "..."]:
-    """Return 32 bits for each number of an array, which depend on its place and the seed alone."""
-    return _hash(_places(a) ^ seed)
+def random_bits(a: Float[Array, "..."], seed: UInt32[Array, ""], layers: tuple[int, ...] = ()) -> UInt32[Array, "..."]:
+    """Return 32 bits for each number of an array, which depend on its place (`_places`) and the seed alone."""
+    return _hash(_places(a, layers) ^ seed)
 
 
-def _places(a: Float[Array, "..."]) -> UInt32[Array, "..."]:
+def _places(a: Float[Array, "..."], layers: tuple[int, ...] = ()) -> UInt32[Array, "..."]:
     """Return the place of each number in the whole array, row by row, modulo 2^32.
 
-    Layers that a pipeline folds, [L, ...] -> [v, S, depth, ...], have the same places, without padding.
+    Layers that a pipeline folds, [L, ...] -> [v, S, depth, ...], have the places of [L, ...]. Where some places of
+    these dims are padding, `layers` says which layer each of them has.
     """
+    sharding = jax.typeof(a).sharding
+    # Within PipeDream's region a device has only its own layers, whose bits are its own.
+    stacked = a.shape[:FOLDED] if math.prod(a.shape[:FOLDED]) == len(layers) else ()
     places = jnp.zeros((), jnp.uint32)
     stride = 1
-    for dim in reversed(range(a.ndim)):
-        number = jax.lax.broadcasted_iota(jnp.uint32, a.shape, dim, out_sharding=jax.typeof(a).sharding)
+    for dim in reversed(range(len(stacked), a.ndim)):
+        number = jax.lax.broadcasted_iota(jnp.uint32, a.shape, dim, out_sharding=sharding)
         places = number * jnp.uint32(stride % 2**32) + places
         stride *= a.shape[dim]
-    return places
+    if not stacked:
+        return places
+    numbers = jnp.asarray(layers, jnp.uint32).reshape(stacked) * jnp.uint32(stride % 2**32)
+    numbers = reshard(numbers, jax.P(*sharding.spec[:FOLDED]))
+    return jax.lax.broadcast_in_dim(numbers, a.shape, range(FOLDED), out_sharding=sharding) + places
 
 
 def _seed(count: Array, number: int) -> UInt32[Array, ""]:
