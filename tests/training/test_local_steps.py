@@ -179,9 +179,11 @@ def test_rounds_are_those_of_a_reference_on_one_device(diloco):
 
 def same_parameters(got: dict, wanted: dict) -> None:
     for params in (got, wanted):
-        # The bias of the keys has no gradient but rounding, by which AdamW moves it; how far, the processor decides.
-        bias = params["blocks"]["attention"]["qkv_bias"] = np.array(params["blocks"]["attention"]["qkv_bias"])
-        bias[:, 1] = 0
+        attention = params["blocks"]["attention"]
+        if "qkv_bias" in attention:
+            # That of the keys has no gradient but rounding, by which AdamW moves it; how far, the processor decides.
+            bias = attention["qkv_bias"] = np.array(attention["qkv_bias"])
+            bias[:, 1] = 0
     close(got, wanted, atol=3e-6)
 
 
@@ -189,7 +191,9 @@ def same_parameters(got: dict, wanted: dict) -> None:
 @pytest.mark.parametrize("name", ["muon", *exhaustive([("adafactor",)])])
 def test_a_rule_that_reads_whole_parameters_takes_rounds_too(name):
     """Replicas make matrices whole, and take means, over their own devices: two of them split each parameter here."""
-    options = knobs({"optimizer.name": name, "optimizer.learning_rate": "1e-3"})
+    # Adafactor limits the biases of queries, keys and values together; that of keys is rounding, and Llama has none.
+    family = "llama" if name == "adafactor" else "gpt"
+    options = knobs({"optimizer.name": name, "optimizer.learning_rate": "1e-3", "model.family": family})
     run = made(PAIR, 2, train__steps="4", parallel__zero="1", **knobs(DILOCO) | options)
     _, state, found = taken(run, 4)
     losses, common, _ = reference(rows_of(run, 4), ((1, 2), (3, 4)), train__steps="4", **options)
