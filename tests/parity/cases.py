@@ -56,6 +56,8 @@ class Outcome:
     """After each step: the scale of the loss, the good steps since it has changed, and the skipped steps."""
     spikes: list[tuple[int, int, int]] = field(default_factory=list)
     """After each step: the skipped steps, the spikes among them, and the updates that were made."""
+    optimizers: list[Any] = field(default_factory=list)
+    """After each step: the state of the optimizer, where it is asked for."""
 
     @property
     def change(self):
@@ -128,12 +130,13 @@ def train(
     scales: tuple[float, ...] = (),
     usual: tuple[tuple[float, float], ...] = (),
     float8: bool = False,
+    optimizers: bool = False,
 ) -> Outcome:
     """`accumulation` micro-batches of `count` rows; those of the `pipeline`, if the mesh has stages. Documents of a row
     are `apart`, where `documents` of a step's number, B and S says, or joined. `batches` gives other rows, by a step's
     number. What is written otherwise for a `platform` runs here too. `scales` of the loss are those that the first
     steps begin with, in place of their own. `usual` are the loss and the norm of all updates before the first steps, of
-    a run that skips spikes."""
+    a run that skips spikes. `optimizers` asks for the states of the optimizer."""
     shape = parse_mesh(mesh)
     devices = make_mesh(shape, jax.devices()[: devices_asked(shape)])
     pipeline = pipeline or PipelineConfig()
@@ -181,7 +184,7 @@ def train(
                 rings = [jax.device_put(np.full(WINDOW, of, np.float32), replicated(devices)) for of in usual[number]]
                 made = jax.device_put(np.int32(WINDOW + number), replicated(devices))
                 state = state._replace(recent=state.recent._replace(losses=rings[0], norms=rings[1], made=made))
-            if stages and number == 0:
+            if (stages or model.unroll_layers) and number == 0:
                 with program_cache.not_kept():
                     take = take.lower(state, batch).compile()
                 assert not loop_order.not_awaited(take.as_text())
@@ -196,10 +199,11 @@ def train(
             if usual:
                 spikes.append((int(state.skipped), int(state.recent.spikes), int(state.recent.made)))
         # As a checkpoint holds all that is compared: one program.
-        found = start.params, states[1].optimizer[0], state.params, state.frozen, reported[0]
-        before, gradient, after, frozen, sums = jax.device_get(jax.jit(step.unfolded)(found))
+        kept = [state.optimizer[1] for state in states[1:]] if optimizers else []
+        found = start.params, states[1].optimizer[0], state.params, state.frozen, reported[0], kept
+        before, gradient, after, frozen, sums, kept = jax.device_get(jax.jit(step.unfolded)(found))
         counts = counted.of(sums["blocks"]) if "blocks" in sums else {}
-        return Outcome(losses, norms, gradient, before, after, counts, frozen, scaled, spikes)
+        return Outcome(losses, norms, gradient, before, after, counts, frozen, scaled, spikes, kept)
 
 
 @cache

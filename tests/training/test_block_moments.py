@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -109,12 +110,35 @@ ROWS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ["zero 3, tensor", *exhaustive([(name,) for name in list(ROWS)[1:]])])
 def test_a_mesh_trains_as_one_device(row):
-    """Sums of another order differ in the last bit of f32: one code in some 100,000 is rounded the other way."""
+    """Sums of another order differ in the last bits of f32: one code in some 20,000 is rounded the other way.
+
+    That is by one code in the first update. Later ones differ more, as they do with moments in float32: AdamW moves a
+    weight by the sign of a gradient that is next to zero.
+    """
     mesh, options = ROWS[row]
-    wanted = cases.train(model=WIDE, optimizer=optimizer(INT8, 10, roles_of(WIDE)))
-    got = cases.train(mesh, model=WIDE, optimizer=optimizer(INT8, 10, roles_of(WIDE, row == "stages")), **options)
+    wanted = trained("1x1x1")
+    got = trained(mesh, staged=row == "stages", **options)
     assert cases.moved(wanted) > 0.01
+    in_blocks = partial(jax.tree.leaves, is_leaf=lambda node: isinstance(node, Blocks))
+    other = every = 0
+    for ours, theirs in zip(in_blocks(got.optimizers[0]), in_blocks(wanted.optimizers[0]), strict=True):
+        if not isinstance(ours, Blocks):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-9)
+            continue
+        np.testing.assert_allclose(ours.scales, theirs.scales, rtol=1e-5)
+        apart = np.abs(ours.codes.astype(int) - theirs.codes.astype(int))
+        assert apart.max() <= 1
+        other += np.count_nonzero(apart)
+        every += apart.size
+    assert other < every / 10_000
+    np.testing.assert_allclose(got.losses, wanted.losses, rtol=1e-5)
     cases.assert_equal(got, wanted, tolerance=1e-3)
+
+
+@cache
+def trained(mesh: str, staged: bool = False, **options) -> cases.Outcome:
+    rule = optimizer(INT8, 10, roles_of(WIDE, staged))
+    return cases.train(mesh, model=WIDE, optimizer=rule, optimizers=True, **options)
 
 
 @pytest.mark.parametrize(
