@@ -9,6 +9,7 @@ import pytest
 
 from jaxdist.config import PipelineConfig
 from tests.parity import cases
+from tests.tiers import exhaustive
 
 LAYERS = 4
 GPT = cases.MODEL.model_copy(update=dict(layers=LAYERS, dropout=0.1))
@@ -19,6 +20,9 @@ MODELS = {
     "llama": LLAMA,
     "untied": GPT.model_copy(update=dict(tied=False)),
     "adapters": LLAMA.model_copy(update=dict(lora_rank=2)),
+    # Two blocks in a row of D, which the data axis cuts between steps.
+    "nf4": LLAMA.model_copy(update=dict(embed=128, layers=2, lora_rank=2, lora_base="nf4")),
+    "int8": GPT.model_copy(update=dict(layers=2, lora_rank=2, lora_dropout=0.1, lora_base="int8")),
     "experts": LLAMA.model_copy(
         update=dict(family="moe", experts=4, expert_mlp=32, balance_loss=1e-2, z_loss=1e-3, capacity_factor=0.5)
     ),
@@ -70,8 +74,18 @@ ROWS = {
         dict(stage=3, accumulation=2, inside=False, unroll=True),
     ),
     "unrolled experts": ("experts", "data=2,expert=2", dict(stage=3, accumulation=4, unroll=True)),
+    "unrolled, nf4": ("nf4", "data=2", dict(stage=3, unroll=True)),
 }
 """(model, mesh, options)."""
+
+FURTHER = {
+    "unrolled adapters": ("adapters", "data=2,model=2", dict(stage=3, unroll=True)),
+    "unrolled, int8": ("int8", "data=2,model=2", dict(stage=2, unroll=True)),
+    "unrolled ring": ("llama", "data=2,context=2", dict(context="ring", stage=1, apart=True, unroll=True)),
+    "unrolled Ulysses": ("llama", "context=2,model=2", dict(context="ulysses", sequence=True, unroll=True)),
+    "unrolled, remat offload": ("gpt", "replica=2", dict(remat="offload", unroll=True)),
+}
+"""What is dear, and less often asked for."""
 
 
 @cache
@@ -81,9 +95,9 @@ def one_device(model: str, apart: bool) -> cases.Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", [*ROWS, *exhaustive(zip(FURTHER))])
 def test_equals_one_device(row):
-    name, mesh, options = ROWS[row]
+    name, mesh, options = (ROWS | FURTHER)[row]
     of_model = {"remat": options.get("remat", "none"), "unroll_layers": options.get("unroll", False)}
     model = MODELS[name].model_copy(update=of_model)
     layout = {option: value for option, value in options.items() if option not in ("remat", "unroll")}
