@@ -5,7 +5,7 @@ saves for the backward pass, and copies out of it what matmuls and attention tak
 Either pass copies the weights of a layer out of a stack, and the backward pass copies their gradients into one.
 
 The rates of the planner are those of other programs, whose kernels move more than ours do beside these copies
-(benchmarks/planning.md). So the time of a loop has no further price, and layers that are written out take that of the
+(docs/explanation/planner.md). So a loop has no further price, and layers that are written out take the time of the
 copies less.
 """
 
