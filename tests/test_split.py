@@ -168,7 +168,17 @@ def counted(monkeypatch, *functions) -> Counter:
 def test_a_request_is_split_once_as_it_is_written_and_once_on_its_devices(monkeypatch, capsys):
     calls = counted(monkeypatch, (Split, "__init__"), (sharded_model, "lay_out"), (sharded_model, "pipeline_of"))
     _parsed.cache_clear()
-    asked = ["llama_8b", "--mesh", "data=4,model=4,pipeline=2", "--dry-run", "--target", "h100"]
+    # It fits: where it does not, others are looked at.
+    asked = [
+        "llama_8b",
+        "--mesh",
+        "data=4,model=4,pipeline=2",
+        "--model.remat",
+        "block",
+        "--dry-run",
+        "--target",
+        "h100",
+    ]
     assert train.main(asked) == 0
     assert "GiB per device predicted" in capsys.readouterr().out
     assert _parsed.cache_info().misses == 1
