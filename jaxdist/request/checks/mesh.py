@@ -76,6 +76,8 @@ def refilled(config: Config, devices: int) -> Config:
     They change only where its own number does not divide: to the next larger one that does, or else to the largest.
     The batch and the loss stay the same.
     """
+    if str(FILL) not in config.mesh:
+        return config
     split = _split_over(config, devices)
     if split is None or _all_divide(split):
         return config
@@ -90,7 +92,7 @@ def _in_other_micro_batches(split: Split) -> Iterator[Split]:
     """Yield the same split in other numbers of micro-batches, if what is learned does not depend on them."""
     config = split.config
     rows, rest = divmod(config.train.global_batch_size, split.ranks)
-    if FILL not in requested(config.mesh).values() or config.model.images or not split.flush or rest:
+    if config.model.images or not split.flush or rest:
         return
     numbers = divisors(rows)
     for number in [*(number for number in numbers if number > split.micro_batches), numbers[-1]]:
