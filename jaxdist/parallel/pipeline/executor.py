@@ -33,7 +33,7 @@ from jax import P, lax
 from jax.sharding import reshard
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxdist.mesh import EXPERT, PIPELINE
+from jaxdist.mesh import PIPELINE
 from jaxdist.parallel import region, zero
 from jaxdist.parallel.partial_trees import joined, part_of
 from jaxdist.parallel.pipeline.chunk import ChunkBackward, RingsOfStacks, Work
@@ -153,7 +153,7 @@ class Executor:
                 continue
             part = jax.tree.map(lambda a, at=slice(first, end): a[at], rows)
             always_head = bool(self.table.rows.head.on[first:end].all())
-            carry = device.ticks(partial(device.tick, slots, always_head), carry, part, end - first)
+            carry = lax.scan(partial(device.tick, slots, always_head), carry, part)[0]
         return device.end(carry)
 
 
@@ -232,24 +232,6 @@ class Region(Device):
         if self.table.schedule.split:
             carry["stash"] = self.layers_backward.stash(depths["stash"])
         return carry
-
-    def ticks(self, tick: Callable[..., tuple[Carry, None]], carry: Carry, rows: Columns, count: int) -> Carry:
-        """Run `count` rows of the table."""
-        exchanges = self.layout.platform == "cpu" and self.layout.size(EXPERT) > 1
-        if count > 1 or self.stages.depth > 1 or not exchanges:
-            return lax.scan(tick, carry, rows)[0]
-        # A layer of experts exchanges rows in loops of its own. XLA writes a loop of one turn out, and with it a layer
-        # that is alone in its chunk: what follows would wait for parts of it only (`region.after`). It does not write
-        # out a loop whose end depends on a weight.
-        weights = jax.tree.leaves((self.tops, self.blocks))
-        some = next(w for w in weights if jnp.issubdtype(w.dtype, jnp.floating))
-        end = region.after(jnp.asarray(1, jnp.int32), some)
-        row = jax.tree.map(lambda a: a[0], rows)
-
-        def turn(at: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
-            return at[0] + 1, tick(at[1], row)[0]
-
-        return lax.while_loop(lambda at: at[0] < end, turn, (jnp.asarray(0, jnp.int32), carry))[1]
 
     def tick(self, slots: frozenset[str], always_head: bool, carry: Carry, row: Row) -> tuple[Carry, None]:
         """Run one row of the table; `always_head`: the last chunk runs F in every tick of this segment."""
