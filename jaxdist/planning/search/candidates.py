@@ -246,6 +246,8 @@ def candidate_config(config: Config, row: dict[str, int]) -> Config:
     if row["outside"]:
         values["parallel.micro_batches"] = "outside"
     if row[PIPELINE] > 1:
+        # Its stages loop over their layers.
+        values["model.unroll_layers"] = False
         values["pipeline.schedule"] = SCHEDULES[row["schedule"]]
         values["pipeline.microbatches"] = row["micro"]
         # 0 is the default: one chunk, but for interleaved, which always has more here.
