@@ -1,4 +1,4 @@
-"""The train step of routed models in two checkouts of jaxdist: what XLA made of it, and its CPU time.
+"""The train step of small models in two checkouts of jaxdist: what XLA made of it, and its CPU time.
 
     git worktree add ../old REVISION
     taskset -c 0 python benchmarks/revisions.py ../old . [--pairs 12] [--steps 3] [--only "one device"]
@@ -26,6 +26,11 @@ from turns import ratios, sentence
 TINY_MIXTRAL = dict(layers=2, embed=64, heads=4, kv_heads=2, vocab=512, sequence=128, expert_mlp=128)
 SHARDED = {"mesh": "data=2,expert=2", "parallel.zero": 3}
 CASES = {
+    "gpt": ("gpt_tiny", {}),
+    "gpt, bfloat16": ("gpt_tiny", {"precision": "bfloat16"}),
+    "gpt, data=2": ("gpt_tiny", {"mesh": "2x1x1"}),
+    "llama": ("gpt_tiny", {"model.family": "llama", "model.kv_heads": 2}),
+    "llama, bfloat16": ("gpt_tiny", {"model.family": "llama", "model.kv_heads": 2, "precision": "bfloat16"}),
     "one device": ("moe_tiny", {"model.layers": 2}),
     "one device, bfloat16": ("moe_tiny", {"model.layers": 2, "precision": "bfloat16"}),
     "expert=2": ("moe_tiny", {"model.layers": 2, "mesh": "expert=2"}),

@@ -59,7 +59,15 @@ def until(true: Callable[[], object], running: list[Process], seconds: float = 3
     while not true():
         ended = [process.poll() for process in running]
         if any(code is not None for code in ended) or time.monotonic() > end:
+            settle(running)
             raise AssertionError(f"exit codes {ended}\n" + told(running))
+        time.sleep(0.05)
+
+
+def settle(running: list[Process], seconds: float = 20) -> None:
+    """Wait a while for all: the one that ends first may not be the one that says why."""
+    end = time.monotonic() + seconds
+    while any(process.poll() is None for process in running) and time.monotonic() < end:
         time.sleep(0.05)
 
 
