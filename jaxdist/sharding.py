@@ -410,6 +410,11 @@ def forward_spec(spec: P) -> P:
     return P(*spec.partitions)
 
 
+def leading_spec(a: jax.Array, dims: int) -> P:
+    """Return how the first `dims` dims of `a` lie."""
+    return P(*jax.typeof(a).sharding.spec.partitions[:dims])
+
+
 def scale_partial(sums: Float[Array, "..."], factor: Float[Array, ""]) -> Float[Array, "..."]:
     """Multiply partial sums by a number that every device has."""
     # Multiplication distributes over the sum, so scaling the partial sums equals scaling the total.

@@ -20,6 +20,8 @@ import optax
 from jax.sharding import reshard
 from jaxtyping import Array, BFloat16, Float, Float32, UInt32
 
+from jaxdist.sharding import leading_spec
+
 FOLDED = 3
 """The dims [v, S, depth] of the layers of a pipeline."""
 
@@ -142,7 +144,7 @@ def _places(a: Float[Array, "..."], layers: tuple[int, ...] = ()) -> UInt32[Arra
     if not stacked:
         return places
     numbers = jnp.asarray(layers, jnp.uint32).reshape(stacked) * jnp.uint32(stride % 2**32)
-    numbers = reshard(numbers, jax.P(*sharding.spec[:FOLDED]))
+    numbers = reshard(numbers, leading_spec(a, FOLDED))
     return jax.lax.broadcast_in_dim(numbers, a.shape, range(FOLDED), out_sharding=sharding) + places
 
 
