@@ -52,7 +52,7 @@ class Toy:
         is_shape = lambda a: isinstance(a, tuple)
         self.abstract = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=is_shape)
 
-    def cast(self, params, dtype):
+    def cast(self, params, dtype, products=True):
         return jax.tree.map(lambda w: w.astype(dtype), params)
 
     def embed(self, params, tokens, inputs):

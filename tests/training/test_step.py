@@ -123,7 +123,7 @@ def test_layers_and_places_have_masks_of_their_own():
     forward = setup.forward
     embed = lambda w, tokens, inputs: block(None, jnp.zeros((2, 3, 4)), inputs)[0]
     forward.model = SimpleNamespace(
-        stacks=[Stack("", 0, range(1), {})], block=block, embed=embed, cast=lambda params, dtype: params
+        stacks=[Stack("", 0, range(1), {})], block=block, embed=embed, cast=lambda params, *_, **__: params
     )
     with jax.disable_jit():
         tokens, keys = jnp.zeros((1, 2, 3), int), jax.random.split(jax.random.key(0))[None]
