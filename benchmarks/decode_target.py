@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import roofline
 from jax.sharding import SingleDeviceSharding
+from telling import teller
 
 from jaxdist.models.decoding import attend_to_slots
 from jaxdist.models.scores import Scores
@@ -126,7 +127,7 @@ Attend = Callable[..., jax.Array]
 def attention_line(name: str, attend: Attend, stacked: bool, rows: int, slots: int) -> str:
     """Compile attention to a cache by some layers, which is written to first; return a line on one of them.
 
-    Sizes are those of Llama 8B: 32 heads of 128, 8 of keys and values.
+    The sizes are those of Llama 8B: 32 query heads and 8 key/value heads, of size 128.
     """
     device = target.devices(TARGET, 1)[0]
 
@@ -163,14 +164,8 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=4096)
     parser.add_argument("--out", type=Path, help="add the lines to this file too")
     asked = parser.parse_args()
-
-    def tell(line: str) -> None:
-        print(line, flush=True)
-        if asked.out:
-            with asked.out.open("a") as file:
-                file.write(line + "\n")
-
-    # The CUDA plug-in by itself would look for a GPU, and fail.
+    tell = teller(asked.out)
+    # Otherwise JAX's CUDA plug-in looks for a GPU, and fails.
     jax.config.update("jax_platforms", "cpu")
     for name in asked.models or MODELS:
         model_lines(name, asked.rows, asked.slots, tell)

@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 import roofline
 from jax.sharding import AbstractMesh
+from telling import teller
 
 from jaxdist.cluster import xla_options
 from jaxdist.mesh import abstract_mesh, devices_asked, parse_mesh
@@ -137,14 +138,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="variants, with + between them; the first four by default")
     parser.add_argument("--out", type=Path, help="add the lines to this file too")
     asked = parser.parse_args()
-
-    def tell(line: str) -> None:
-        print(line, flush=True)
-        if asked.out:
-            with asked.out.open("a") as file:
-                file.write(line + "\n")
-
-    # The CUDA plug-in by itself would look for a GPU, and fail.
+    tell = teller(asked.out)
+    # Otherwise JAX's CUDA plug-in looks for a GPU, and fails.
     jax.config.update("jax_platforms", "cpu")
     xla_options.OPTIONS.clear()
     for case in asked.cases or CASES:

@@ -209,7 +209,7 @@ def keep_what_is_made() -> Callable[[], None]:
 
         def new(*arguments: Any, **options: Any) -> Any:
             if options:
-                # As a run that only tells how the base of another was read: quick, and not what the key says.
+                # The key does not have them. `Run.as_read` has options, and is quick to make.
                 return old(*arguments, **options)
             one = key(*arguments)
             if one not in made:
