@@ -5,7 +5,8 @@
 from the root of the repository, as root where full disks are to be among the faults. Each round is a small run that is
 interrupted `FAULTS` times, by one of
 
-    kill     one process gets SIGKILL, and the other must end by itself
+    early    one process gets SIGKILL while both start, perhaps before they meet, and the other must end by itself
+    kill     the same, when they train
     stop     SIGSTOP of one process, likewise
     damage   SIGKILL of both, and one bit flipped in a file of the newest checkpoint, of those that are not empty
     full     the file system has no room until the run ends by itself; then it has room again
@@ -19,6 +20,8 @@ without `data_seconds`.
 Two things are quicker than in a real run, so that minutes suffice: heartbeats come every 0.5 s and not every 5 s,
 because what a killed process has done since its last one is not known, and processes count as lost after 60 s,
 so that a busy machine loses none.
+
+Of a round that fails the folder is kept, and a process that does not end says first where its threads are.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,10 +42,11 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxdist.cluster import heartbeat
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.goodput import goodput, starts_of
 from jaxdist.training.run_dir import RunFolder
-from tests.faults.jobs import ends, job, metrics, saved, step_of, told, train, until
+from tests.faults.jobs import ends, job, metrics, saved, told, train, until
 from tests.processes import Process
 from tests.training.conftest import SMALL, over
 from tests.training.curves import parameters
@@ -58,10 +63,15 @@ TIMES = {"time", "step_seconds", "data_seconds", "tokens_per_second", "mfu", "me
 OPTIONS = over(
     SMALL,
     f"--train.steps={STEPS}", "--checkpoint.every=8", "--validation.every=40", "--model.layers=1", "--mesh=2x1x1",
-    "--parallel.zero=1", "--fault.heartbeat-seconds=60",
+    "--parallel.zero=1", "--fault.heartbeat-seconds=60", "--fault.start-seconds=40",
 )  # fmt: skip
 
+STARTING = 8.0
+"""Seconds within which both processes have met, unless the machine is busy."""
+
 PATCH = """
+import faulthandler, signal
+faulthandler.register(signal.SIGUSR2)
 from jaxdist.cluster import heartbeat
 heartbeat.LEAST_INTERVAL = 0.5
 from jaxdist.training.step_runner import StepRunner
@@ -92,6 +102,29 @@ def small_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+def ended(running: list[Process], seconds: float) -> list[int]:
+    """The exit codes. AssertionError with what all said and where their threads are, where one does not end."""
+    try:
+        return ends(running, seconds)
+    except AssertionError:
+        for process in running:
+            process.send_signal(signal.SIGUSR2)
+        time.sleep(2)
+        raise AssertionError(told(running)) from None
+
+
+@contextmanager
+def kept_if_it_fails(folder: Path) -> Iterator[None]:
+    """Copy the folder out of the way of what clears it, where the block raises."""
+    try:
+        yield
+    except BaseException:
+        copy = tempfile.mkdtemp(prefix="soak-failed-")
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        print(f"what is left of the round is in {copy}", flush=True)
+        raise
+
+
 class Round:
     """One run, and what befalls it."""
 
@@ -112,27 +145,39 @@ class Round:
         began = self.folder.with_name("began")
         os.environ["SOAK_BEGAN"] = str(began)
         for number in range(FAULTS):
+            # The clock of `seconds` and that of the run begin with a start that trains.
+            kind = self.rng.choice(self.kinds if number == 0 else [*self.kinds, "early"])
             with job(train(self.words, PROCESSES, PATCH)) as running:
                 # Each start comes further than the last one, and saves.
                 target = (number + 1) * STEPS // (FAULTS + 2) + self.rng.randrange(STEPS // (FAULTS + 2))
-                kind = self.rng.choice(self.kinds)
                 # Without another checkpoint the run would end, rightly, and begin no more.
                 needed = 2 if kind == "damage" else 1
-                until(lambda: step_of(self.folder) >= target and self._checkpoints() >= needed, running, 900)  # noqa: B023
-                time.sleep(self.rng.random())
+                if kind == "early":
+                    time.sleep(STARTING * self.rng.random())
+                else:
+                    until(lambda: self._step(running) >= target and self._checkpoints() >= needed, running, 900)  # noqa: B023
+                    time.sleep(self.rng.random())
                 self.happened[kind] += 1
                 getattr(self, f"_{kind}")(running)
                 self.said += told(running)
         with job(train(self.words, PROCESSES, PATCH)) as running:
-            codes = ends(running, 900)
+            codes = ended(running, 900)
             self.said += told(running)
             assert codes == [0] * PROCESSES, self.said
         self.seconds = time.time() - float(began.read_text())
+
+    def _step(self, running: list[Process]) -> int:
+        """The step that process 0 of this start has reached; metrics.jsonl may have further ones of the last start."""
+        beats = heartbeat.read(self.folder / "heartbeats", 0)
+        return max((beat.step for beat in beats if beat.pid == running[0].pid), default=0)
 
     def _checkpoints(self) -> int:
         """How many steps are whole on disk, as their checksums say."""
         step = StepDir(self.folder / "checkpoints")
         return sum(step.damage(number) is None for number in step.sealed())
+
+    def _early(self, running: list[Process]) -> None:
+        self._lose(running, signal.SIGKILL)
 
     def _kill(self, running: list[Process]) -> None:
         self._lose(running, signal.SIGKILL)
@@ -144,8 +189,9 @@ class Round:
         lost = self.rng.choice(running)
         lost.send_signal(how)
         others = [process for process in running if process is not lost]
-        codes = ends(others, 180)
+        codes = ended(others, 180)
         assert 0 not in codes, told(running)
+        assert all(one.said() for one in others), codes
         lost.kill()
         lost.wait()
 
@@ -169,7 +215,7 @@ class Round:
             while True:
                 os.write(file, bytes(1 << 12))
         os.close(file)
-        codes = ends(running, 120)
+        codes = ended(running, 120)
         assert 0 not in codes, told(running)
         ballast.unlink()
         said = told(running)
@@ -193,7 +239,8 @@ class Round:
         starts = starts_of(RunFolder(self.folder))
         found = goodput(starts)
         told = [line["step_seconds"] - line["data_seconds"] for line in metrics(self.folder) if "loss" in line]
-        assert found.starts == FAULTS + 1, (found, self.said)
+        # A start that ends before it knows its folder is none.
+        assert FAULTS + 1 - self.happened["early"] <= found.starts <= FAULTS + 1, (found, self.said)
         self.goodput = str(found)
         return abs(found.total - self.seconds) / self.seconds, abs(found.kept - sum(told)) / self.seconds
 
@@ -225,8 +272,9 @@ def main(words: list[str]) -> int:
             rng = random.Random(f"{seed} {number}")
             with tempfile.TemporaryDirectory(dir=disk) as folder:
                 one = Round(options, Path(folder) / "run", rng, kinds)
-                one.run()
-                off = one.check(base / "straight")
+                with kept_if_it_fails(Path(folder)):
+                    one.run()
+                    off = one.check(base / "straight")
             happened += one.happened
             worst = max(worst[0], off[0]), max(worst[1], off[1])
             drawn = ", ".join(f"{count} {kind}" for kind, count in sorted(one.happened.items()))

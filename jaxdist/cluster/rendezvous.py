@@ -32,6 +32,9 @@ from jaxdist.process.exit_codes import DONE, FAILED
 SHUTDOWN_SECONDS = 60
 """How long the first process that is done waits for the others."""
 
+QUIET_SECONDS = 30.0
+"""A process that has waited for the others for so long says what may keep them."""
+
 REACH_SECONDS = 5.0
 """How long the coordinator has to accept a connection that tests whether it can be reached."""
 
@@ -244,9 +247,13 @@ def _meet(env: ProcessEnv, bind: str, fault: FaultConfig) -> None:
 
 def _initialize(env: ProcessEnv, bind: str, fault: FaultConfig, on_timeout: Callable[[], None]) -> None:
     # JAX's own timeout aborts with a C++ trace, so it is longer than this one.
-    timer = threading.Timer(fault.start_seconds, on_timeout)
-    timer.daemon = True
-    timer.start()
+    timers = [threading.Timer(fault.start_seconds, on_timeout)]
+    if env.process <= 1 and fault.start_seconds > QUIET_SECONDS:
+        # Process 1 speaks too: it may be process 0 that does not come.
+        timers.append(threading.Timer(QUIET_SECONDS, _say_incomplete, (env, bind, fault.start_seconds)))
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
     jax.distributed.initialize(
         env.coordinator,
         env.processes,
@@ -258,20 +265,26 @@ def _initialize(env: ProcessEnv, bind: str, fault: FaultConfig, on_timeout: Call
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         coordinator_bind_address=bind,
     )
-    timer.cancel()
+    for timer in timers:
+        timer.cancel()
 
 
-def _end_incomplete(env: ProcessEnv, bind: str, seconds: int) -> None:
+def _say_incomplete(env: ProcessEnv, bind: str, limit: float) -> None:
+    faults.say(env, f"{_incomplete(env, bind, QUIET_SECONDS)}; the job ends after {limit:g} s")
+
+
+def _end_incomplete(env: ProcessEnv, bind: str, seconds: float) -> None:
     """End this process because the others did not come to the rendezvous."""
+    faults.say(env, f"{_incomplete(env, bind, seconds)}; or raise fault.start_seconds")
+    os._exit(FAILED)
+
+
+def _incomplete(env: ProcessEnv, bind: str, seconds: float) -> str:
+    """Return that not all have met after so many seconds, and why that may be."""
     where = env.coordinator
     if env.leader:
         where += f" (process 0 listens at {bind})"
-    faults.say(
-        env,
-        f"after {seconds} s not all {env.processes} processes have met at {where}; "
-        f"{why_incomplete(env)}; or raise fault.start_seconds",
-    )
-    os._exit(FAILED)
+    return f"after {seconds:g} s not all {env.processes} processes have met at {where}; {why_incomplete(env)}"
 
 
 def why_incomplete(env: ProcessEnv) -> str:
