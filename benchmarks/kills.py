@@ -39,12 +39,10 @@ import numpy as np
 from jaxdist.training.checkpoint.step_dir import StepDir
 from jaxdist.training.checkpoint.stored_arrays import open_arrays, whole
 from tests.training.conftest import SMALL, over
-from tests.training.curves import lines
+from tests.training.curves import without_times
 from tests.training.test_drawn_kills import BASE, COMMON, EVERY, STEPS
-from tests.training.test_resume import TIMES
 
 DEVICES = 4
-NOT_COMPARED = {*TIMES, "images_per_second"}
 LLAMA = ["--model.family=llama", "--model.kv-heads=1", "--model.mlp=32"]
 MOE = ["--model.family=moe", "--model.experts=4", "--model.expert-mlp=16", "--model.balance-loss=0.01"]
 LORA = ["--model.lora-rank=2", f"--init-from={BASE}"]
@@ -296,11 +294,8 @@ class Row:
             for item in ("params", "training")
             for name, array in open_arrays((step.path(STEPS) / item).resolve()).items()
         }
-        figures = [
-            {name: value for name, value in line.items() if name not in NOT_COMPARED} for line in lines(self.folder)
-        ]
         assert arrays
-        return arrays, figures
+        return arrays, without_times(self.folder)
 
     def _compare(self, wanted: tuple[dict[str, np.ndarray], list[dict]]) -> None:
         arrays, figures = self._end()

@@ -49,16 +49,13 @@ from jaxdist.training.run_dir import RunFolder
 from tests.faults.jobs import ends, job, metrics, saved, told, train, until
 from tests.processes import Process
 from tests.training.conftest import SMALL, over
-from tests.training.curves import parameters
+from tests.training.curves import TIMES, parameters
 
 STEPS = 72
 FAULTS = 4
 PROCESSES = 2
 ROOM = 64 << 20
 """Bytes of the file system on which a run stands that is to be full."""
-
-TIMES = {"time", "step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes", "goodput"}
-"""What differs between two runs that are the same."""
 
 OPTIONS = over(
     SMALL,

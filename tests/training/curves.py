@@ -10,11 +10,21 @@ from jaxdist.training.checkpoint.stored_arrays import open_arrays, whole
 
 FIGURES = ("loss", "grad_norm", "validation_loss")
 
+SPEEDS = {f"{unit}s_per_second" for unit in ("token", "image", "row")}
+
+TIMES = {"time", "step_seconds", "data_seconds", "mfu", "memory_bytes", "goodput"} | SPEEDS
+"""The figures of a line that are measured: two runs that compute the same do not share them."""
+
 
 def lines(folder: Path) -> list[dict]:
     """The whole lines of its metrics: of a run that goes on, the last may be half written."""
     whole = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
     return [json.loads(line) for line in whole.splitlines()]
+
+
+def without_times(folder: Path) -> list[dict]:
+    """The whole lines of its metrics, without what is measured."""
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines(folder)]
 
 
 def close(one: list[dict], other: list[dict], norms: float = 1e-5) -> None:

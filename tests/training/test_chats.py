@@ -14,7 +14,8 @@ from jaxdist.config import RequestError
 from tests.data.chats.made import json_lines, tokenizer_folder
 from tests.huggingface.test_runs import GOLDEN
 from tests.training.conftest import over
-from tests.training.test_resume import saved, without_times
+from tests.training.curves import without_times
+from tests.training.test_resume import saved
 
 SUMS = [
     {"messages": [{"role": "user", "content": f"{a}{b}"}, {"role": "assistant", "content": "the loss"}]}

@@ -23,8 +23,8 @@ from jaxdist.training.run import Run
 from jaxdist.training.step_runner import StepRunner, without_labels
 from tests.communication.reading import collectives
 from tests.tiers import exhaustive, thinned
-from tests.training.curves import lines
-from tests.training.test_resume import saved, without_times
+from tests.training.curves import lines, without_times
+from tests.training.test_resume import saved
 
 SIZES = {
     "model.layers": "2", "model.embed": "16", "model.heads": "2", "model.vocab": "272", "model.sequence": "8",

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from tests.training.conftest import SMALL, over
-from tests.training.curves import close, lines, parameters
+from tests.training.curves import close, lines, parameters, without_times
 from tests.training.test_kills import start
-from tests.training.test_resume import saved, without_times
+from tests.training.test_resume import saved
 
 STEPS = 15
 KILLS = 4

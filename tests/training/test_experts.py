@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from tests.training.curves import alike
+from tests.training.curves import alike, without_times
 from tests.training.kills import kill_after
-from tests.training.test_resume import saved, without_times
+from tests.training.test_resume import saved
 
 OPTIONS = (
     "--model.family=moe", "--model.experts=4", "--model.expert-mlp=16", "--model.shared-experts=1",

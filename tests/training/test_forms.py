@@ -10,7 +10,8 @@ from safetensors import safe_open
 
 from jaxdist import checkpoints
 from tests.kinds import moe_of_two_forms  # noqa: F401  # used by itself
-from tests.training.test_resume import saved, without_times
+from tests.training.curves import without_times
+from tests.training.test_resume import saved
 
 OPTIONS = (
     "--model.family=moe", "--model.layers=4", "--model.experts=4", "--model.expert-mlp=16", "--train.steps=6",

@@ -13,8 +13,8 @@ from jaxdist.training.entering import enter, lost_step
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import note_saved, run_facts
 from tests.training.conftest import SMALL, over
-from tests.training.curves import lines
-from tests.training.test_resume import same, without_times
+from tests.training.curves import lines, without_times
+from tests.training.test_resume import same
 
 
 @pytest.fixture(scope="module")

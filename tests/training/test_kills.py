@@ -13,8 +13,8 @@ import pytest
 
 from tests import forks
 from tests.training.conftest import SMALL, over
-from tests.training.curves import lines
-from tests.training.test_resume import saved, without_times
+from tests.training.curves import lines, without_times
+from tests.training.test_resume import saved
 
 KILLS = 5
 STEPS = 20

@@ -10,8 +10,8 @@ import pytest
 from jaxdist import evaluate
 from tests.parity import cases
 from tests.tiers import exhaustive, thinned
-from tests.training.curves import lines
-from tests.training.test_resume import saved, without_times
+from tests.training.curves import lines, without_times
+from tests.training.test_resume import saved
 
 pytestmark = pytest.mark.smoke
 

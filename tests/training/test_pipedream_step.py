@@ -6,8 +6,8 @@ import pytest
 
 from jaxdist import evaluate
 from tests.training.conftest import over
-from tests.training.curves import close, lines
-from tests.training.test_resume import saved, without_times
+from tests.training.curves import close, lines, without_times
+from tests.training.test_resume import saved
 
 PIPELINE = (
     "--mesh=1x1x3", "--model.layers=3", "--pipeline.schedule=pipedream", "--optimizer.clip=0", "--model.dropout=0.1",

@@ -22,8 +22,8 @@ from jaxdist.training.task_text import PreferenceTask
 from jaxdist.weights.source import Stored
 from tests.data.chats.made import json_lines, tokenizer_folder
 from tests.training.conftest import over
-from tests.training.curves import lines
-from tests.training.test_resume import saved, without_times
+from tests.training.curves import lines, without_times
+from tests.training.test_resume import saved
 
 FIGURES = ("accuracy", "reward_margin", "chosen_logp", "rejected_logp")
 

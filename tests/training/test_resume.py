@@ -16,14 +16,12 @@ from jaxdist.mesh import devices_asked, parse_mesh
 from jaxdist.training.goodput import goodput, starts_of
 from jaxdist.training.run_dir import RunFolder
 from tests.tiers import exhaustive
-from tests.training.curves import close, lines
+from tests.training.curves import close, lines, without_times
 
 ONE_DEVICE = "--mesh=1x1x1"
 
 RING = "--mesh=context=4"
 """Ring attention, because four devices do not divide two heads: rows lie in zigzag order."""
-
-TIMES = ("time", "step_seconds", "data_seconds", "tokens_per_second", "goodput")
 
 
 def saved(folder, step: int = 20) -> dict:
@@ -33,10 +31,6 @@ def saved(folder, step: int = 20) -> dict:
             step, args=ocp.args.Composite(params=ocp.args.StandardRestore(), training=ocp.args.StandardRestore())
         )
         return {"params": jax.device_get(found.params), "training": jax.device_get(found.training)}
-
-
-def without_times(folder) -> list[dict]:
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines(folder)]
 
 
 def same(one, other) -> None:

@@ -34,7 +34,7 @@ from jaxdist.training.summary import folded
 from jaxdist.training.task import Task
 from tests import forks
 from tests.training.conftest import SMALL, over
-from tests.training.curves import lines
+from tests.training.curves import SPEEDS, TIMES, lines
 
 pytestmark = pytest.mark.smoke
 
@@ -86,6 +86,7 @@ def test_metrics_have_the_promised_keys(finished):
     steps = [line for line in lines(finished) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 21))
     assert all(set(line) == KEYS for line in steps)
+    assert TIMES - SPEEDS < KEYS
     assert steps[-1]["tokens"] == 20 * 8 * 16
     assert steps[-1]["mfu"] is None
     assert steps[-1]["memory_bytes"] is None
