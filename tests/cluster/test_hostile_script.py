@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_script import made, save
+from tests.cluster.scripts import made, save
 
 COMMAND = "a[$(>ran)]"
 """An index of an array, which the shell computes where it wants a number: the command in it would run."""
