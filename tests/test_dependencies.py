@@ -3,7 +3,9 @@
 `scripts/try_versions.py` installs the lowest versions, or the newest, and runs the smoke set. That is done by hand.
 """
 
+import ast
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -58,10 +60,46 @@ def test_what_a_run_imports_has_both_bounds(row):
     assert problems(row) == []
 
 
+MODULES = {
+    "orbax-checkpoint": "orbax",
+    "ml-dtypes": "ml_dtypes",
+    "scikit-learn": "sklearn",
+    "pillow": "PIL",
+    "backports.zstd": "backports",
+}
+"""What a package is imported as, where that is not its name."""
+
+BESIDE = {"jaxdist", "pydantic_core", "jaxlib", "compression"}
+"""Imported, and no rows: pydantic and jax install two of them, and `compression` is Python's own from 3.14 on."""
+
+
+def modules(names: list[str]) -> set[str]:
+    return {MODULES.get(row.name, row.name) for row in rows(names)}
+
+
 def test_the_package_imports_what_is_installed_with_it():
-    named = {"orbax-checkpoint": "orbax", "ml-dtypes": "ml_dtypes"}
-    wanted = {named.get(row.name, row.name) for row in rows(PROJECT["dependencies"])}
-    assert wanted <= {module.split(".")[0] for path in FILES for module in imports(path)}
+    assert modules(PROJECT["dependencies"]) <= {module.split(".")[0] for path in FILES for module in imports(path)}
+
+
+def at_import(path: Path) -> set[str]:
+    """Modules that a file imports while it is imported itself, whatever is called later."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module)
+    return {module.split(".")[0] for module in found}
+
+
+def test_what_the_package_imports_is_installed_with_it():
+    """`pip install jaxdist` installs no extra: a package of the tests alone would be missed by users only."""
+    installed = modules(PROJECT["dependencies"]) | sys.stdlib_module_names | BESIDE
+    optional = modules([row for extra in IMPORTED for row in EXTRAS[extra]])
+    missing = {str(path): at_import(path) - installed for path in FILES}
+    assert {path: names for path, names in missing.items() if names} == {}
+    anywhere = {module.split(".")[0] for path in FILES for module in imports(path)}
+    assert anywhere - installed - optional <= {"torch"}
 
 
 def test_tools_have_a_lower_bound():

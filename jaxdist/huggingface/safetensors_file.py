@@ -123,6 +123,18 @@ def read_header(path: Path) -> dict[str, Entry]:
     Raises `RequestError` for a file that cannot be read, or that the format forbids: the bytes of its tensors must be
     all bytes after the header, each of one tensor alone, and as many as the shapes say.
     """
+    entries, _ = _checked_header(path)
+    return entries
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return what the header of a file says beside its tensors. Raises `RequestError` as `read_header` does."""
+    _, metadata = _checked_header(path)
+    return metadata
+
+
+def _checked_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return the tensors of a file and its metadata; refuse what `read_header` refuses."""
     try:
         with open_regular(path, links=True) as file:
             size = os.fstat(file.fileno()).st_size
@@ -131,7 +143,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        entries = _described_in(content, LENGTH + header)
+        entries, metadata = _described_in(content, LENGTH + header)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         twice = f" ({error})" if isinstance(error, _Twice) else ""
         raise RequestError(
@@ -140,7 +152,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     for name, entry in entries.items():
         _check_shape(path, name, entry)
     _check_cover(path, entries, LENGTH + header, size)
-    return entries
+    return entries, metadata
 
 
 def _header_bytes(path: Path, length: bytes, size: int) -> int:
@@ -160,14 +172,14 @@ class _Twice(ValueError):
     """A key that an object of the header has twice: readers would take one or the other."""
 
 
-def _described_in(content: bytes, first: int) -> dict[str, Entry]:
-    """Return the tensors that a header describes; the bytes of the first one begin at `first`."""
+def _described_in(content: bytes, first: int) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return the tensors that a header describes, and its metadata; the bytes of the first one begin at `first`."""
     # The format is UTF-8 alone; `json` would take UTF-16 too.
     described = json.loads(content.decode("utf-8"), object_pairs_hook=_once)
     metadata = described.pop("__metadata__", None)
     if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("metadata are text")
-    return {name: _entry(name, value, first) for name, value in described.items()}
+    return {name: _entry(name, value, first) for name, value in described.items()}, metadata or {}
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

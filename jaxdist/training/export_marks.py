@@ -12,11 +12,11 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from jaxdist import __version__
+from jaxdist.config import RequestError
 from jaxdist.files import WRONG_CONTENT, write_whole
 from jaxdist.files.json_files import read_json
+from jaxdist.huggingface.safetensors_file import read_metadata
 
 MARKER = "jaxdist_export.json"
 
@@ -87,7 +87,7 @@ def _marked(folder: Path) -> dict[str, tuple[int, float]] | None:
 
 
 def _foreign_file(path: Path) -> str | None:
-    with suppress(SafetensorError, OSError), safe_open(path, "np") as file:
-        if (file.metadata() or {}).get("format") == FORMAT:
+    with suppress(RequestError):
+        if read_metadata(path).get("format") == FORMAT:
             return None
     return "is not a file that an export of jaxdist wrote"
