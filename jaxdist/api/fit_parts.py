@@ -92,9 +92,9 @@ class Runner(StepRunner):
         self._job = job
         self._programs: dict[Shapes, jax.stages.Compiled] = {}
 
-    def compile(self) -> None:
+    def compile(self, state: TrainState) -> None:
         """Compile the step for the first batch."""
-        super().compile()
+        super().compile(state)
         self._programs[_shapes(self._batch)] = self.program
 
     def take(self, step: int, state: TrainState, batch: Made) -> TrainState:

@@ -14,6 +14,7 @@ import jax
 from jaxdist.config import Config
 from jaxdist.mesh import REPLICA
 from jaxdist.output.units import counted
+from jaxdist.parallel.crossing.outer import OuterState
 from jaxdist.parallel.crossing.replicas import filled, join, joined, mesh_of, part, value
 from jaxdist.sharding import on_devices
 from jaxdist.training.forward.asked import Batch
@@ -53,17 +54,26 @@ class RoundRunner:
         """Labels, or rows, from which each of them has learned in the round."""
         self._next: TrainState | None = None
         """What the replicas begin the next round with."""
+        self._taking_rest: jax.stages.Compiled | None = None
+        """The outer step that also takes what the state brings for the next one alone, where it brings something."""
 
-    def compile(self) -> None:
-        """Compile the programs: a step, and its beginning, for each replica, and the outer step."""
+    def compile(self, state: TrainState) -> None:
+        """Compile the programs: a step, and its beginning, for each replica, and the outer step.
+
+        The run begins with `state`: how replicas get their own of it, and an outer step that takes its rest, if there
+        is one, are programs too.
+        """
         self._takes = []
         self._begins = []
         for one in self.replicas:
             with jax.set_mesh(one.mesh):
                 lowered = lower_take(one)
                 self._takes.append(one.engine.compile(lowered))
-                self._begins.append(jax.jit(_step_of(one).begin, donate_argnums=0))
+                self._begins.append(lower_begin(one).compile())
+        self._parting = jax.jit(self._step.replicas_of).lower(state).compile()
         self._outer = lower_outer(self._run, lowered).compile()
+        if self._step.crossing.has_rest(state.crossing):
+            self._taking_rest = lower_outer(self._run, lowered, state.crossing).compile()
 
     @property
     def program(self) -> jax.stages.Compiled:
@@ -99,7 +109,7 @@ class RoundRunner:
         return state
 
     def _begin(self, state: TrainState) -> InRound:
-        everyone = self._next or jax.jit(self._step.replicas_of)(state)
+        everyone = self._next or self._parting(state)
         self._next = None
         replicas = []
         # All parts are taken before the first is donated: then the arrays of the whole mesh are gone.
@@ -135,7 +145,9 @@ class RoundRunner:
         if not rule.has_rest(common.crossing):
             return self._outer(common, *rest)
         # In a program of its own, which no later outer step needs.
-        common, *rest = jax.jit(self._step.outer_step, donate_argnums=(0, 1))(common, *rest)
+        assert self._taking_rest is not None, "a state has a rest at the beginning of a run, or never"
+        common, *rest = self._taking_rest(common, *rest)
+        self._taking_rest = None
         return common._replace(crossing=rule.without_rest(common.crossing)), *rest
 
 
@@ -151,19 +163,32 @@ def lower_take(one: Run) -> jax.stages.Lowered:
     step = _step_of(one)
 
     def beginning() -> TrainState:
-        return step.begin(step.replicas_of(one.engine.traced_init()))
+        return step.begin(_parted(one))
 
     take = jax.jit(step.take, donate_argnums=0, compiler_options=one.compiler_options)
     return take.lower(on_devices(beginning, one.mesh), one.batch())
 
 
-def lower_outer(run: Run, take: jax.stages.Lowered) -> jax.stages.Lowered:
-    """Return the outer step that follows the steps `take`, ready to be compiled; call under the whole mesh."""
+def lower_begin(one: Run) -> jax.stages.Lowered:
+    """Return how a replica begins a round, its part of what all have donated; call under its mesh."""
+    return jax.jit(_step_of(one).begin, donate_argnums=0).lower(on_devices(lambda: _parted(one), one.mesh))
+
+
+def _parted(one: Run) -> TrainState:
+    """Return what a replica has of its own before its first round; call in what is traced under its mesh."""
+    return _step_of(one).replicas_of(one.engine.traced_init())
+
+
+def lower_outer(run: Run, take: jax.stages.Lowered, crossing: OuterState | None = None) -> jax.stages.Lowered:
+    """Return the outer step that follows the steps `take`, ready to be compiled; call under the whole mesh.
+
+    `crossing` is what the outer step before it has left, if not what all of them leave.
+    """
     step = _step_of(run)
     state = run.engine.abstract()
     everyone = run.engine.abstract(step.replicas_of)
     _, metrics = joined(take.out_info, run.mesh)
-    common = Common(state.params, state.crossing)
+    common = Common(state.params, state.crossing if crossing is None else crossing)
     outer = jax.jit(step.outer_step, donate_argnums=(0, 1), compiler_options=run.compiler_options)
     return outer.lower(common, everyone.params, metrics.loss, everyone.step, metrics)
 

@@ -32,13 +32,17 @@ class StepRunner:
         """
         self._engine = engine
         self._batch = batch
+        self._taking_rest: jax.stages.Compiled | None = None
+        """The step that also takes what the state brings for the next gradient alone, where it brings something."""
         self._late = engine.step.late
         self._drained_at = first
         self._report = report
 
-    def compile(self) -> None:
-        """Compile the step."""
+    def compile(self, state: TrainState) -> None:
+        """Compile the step, and the one that takes what `state`, with which the run begins, has left of gradients."""
         self.program = self._engine.compile(self._engine.lower(self._batch))
+        if self._engine.step.crossing.has_rest(state.crossing):
+            self._taking_rest = self._engine.compile(self._engine.train.lower(state, self._batch))
 
     def take(self, step: int, state: TrainState, batch: Batch) -> TrainState:
         """Give the batch of `step` to the program, and report the step that ends with it."""
@@ -54,9 +58,11 @@ class StepRunner:
         if not rule.has_rest(state.crossing):
             return self.program(state, batch)
         # In a program of its own, which no later step needs. A step that is skipped leaves the rest as it is.
-        state, metrics = self._engine.train(state, batch)
+        assert self._taking_rest is not None, "a state has a rest at the beginning of a run, or never"
+        state, metrics = self._taking_rest(state, batch)
         if int(metrics.skipped_in_a_row) == 0:
             state = state._replace(crossing=rule.without_rest(state.crossing))
+            self._taking_rest = None
         return state, metrics
 
     def drain(self, step: int, state: TrainState) -> TrainState:

@@ -55,8 +55,8 @@ class Runner(Protocol):
     def unfinished(self) -> str:
         """Return what is lost, as the beginning of a sentence, if the run ends now."""
 
-    def compile(self) -> None:
-        """Compile the step."""
+    def compile(self, state: TrainState) -> None:
+        """Compile all that the steps from `state` on need."""
 
     def take(self, step: int, state: Any, batch: Batch) -> Any:
         """Give the batch of `step` to the program, and report the step that ends with it."""
@@ -113,7 +113,7 @@ class Trainer:
         state = self.start()
         if leader():
             self.meter.share_kept = lambda: self.goodput().share
-        self.compile()
+        self.compile(state)
         self.meter.restart()
         if self.validation_overdue():
             self.validate(self.first, state)
@@ -145,14 +145,14 @@ class Trainer:
         self.finish(state)
         return DONE
 
-    def compile(self) -> None:
-        """Compile the train step, and say how long that took.
+    def compile(self, state: TrainState) -> None:
+        """Compile the train step for the `state` with which it begins, and say how long that took.
 
         While it compiles the heartbeats say so: the watchdog has more patience then.
         """
         self.job.note(COMPILING)
         started = time.perf_counter()
-        self.runner.compile()
+        self.runner.compile(state)
         self.log.say(f"compiled    in {time.perf_counter() - started:.1f} s")
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch:

@@ -43,7 +43,7 @@ def at_moments(then: Callable[[str, int], None]) -> None:
 
         setattr(owner, method, new)
 
-    before(trainer.Trainer, "compile", "compile", lambda: 0)
+    before(trainer.Trainer, "compile", "compile", lambda _: 0)
     before(Meter, "step", "step")
     before(OrbaxWriter, "save", "save")
     before(StepDir, "seal", "seal")

@@ -209,8 +209,8 @@ def drained(run: Run, batches: int) -> dict:
     """The parameters after so many batches, with nothing in flight."""
     with jax.set_mesh(run.mesh):
         runner = StepRunner(run.engine, run.batch(), 0, report=lambda step, metrics: None)
-        runner.compile()
         state = run.engine.init()
+        runner.compile(state)
         for step in range(1, batches + 1):
             state = runner.take(step, state, batch(run, seed=step))
         return jax.device_get(run.step.logical(runner.drain(batches, state)).params)
@@ -245,8 +245,8 @@ def test_an_outer_step_makes_the_balance_the_mean_of_the_replicas():
     own, reported = [], []
     with jax.set_mesh(run.mesh):
         runner = RoundRunner(run, 0, report=lambda step, metrics: reported.append(jax.device_get(metrics)))
-        runner.compile()
         state = run.engine.init()
+        runner.compile(state)
         for step in (1, 2, 3, 4):
             # Of the same labels in both replicas, so that both weigh the same.
             state = runner.take(step, state, batch(run, padded=False, seed=step))

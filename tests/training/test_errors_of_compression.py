@@ -12,6 +12,7 @@ from jaxdist.config import RequestError
 from jaxdist.request import load
 from jaxdist.training.checkpoint.manager import Checkpoints
 from jaxdist.training.preparing import check_new
+from jaxdist.training.rounds import RoundRunner
 from jaxdist.training.run import Run
 from jaxdist.training.step_runner import StepRunner
 from tests.tiers import exhaustive
@@ -100,9 +101,23 @@ def test_restored_on_another_mesh_the_residual_is_the_same_in_all(stepped, saved
         assert np.array_equal(shares, np.repeat(shares[..., :1], 4, axis=-1))
 
 
+@pytest.fixture
+def compiled():
+    """The names of the programs that are compiled, or found in the cache, during the test."""
+    names = []
+
+    def listen(event, seconds, fun_name="", **_):
+        if event.endswith("backend_compile_duration"):
+            names.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.mark.slow
-def test_without_replicas_the_first_gradient_gets_what_is_rounded():
-    """And from then on there is none; a step that is skipped leaves it as it is."""
+def test_without_replicas_the_first_gradient_gets_what_is_rounded(compiled):
+    """And from then on there is none; a step that is skipped leaves it as it is, and none compiles anything."""
     run = made("1x1x1")
     metrics = []
     with jax.set_mesh(run.mesh):
@@ -110,8 +125,9 @@ def test_without_replicas_the_first_gradient_gets_what_is_rounded():
         assert state.crossing is None
         debt = jax.tree.map(lambda w: jnp.full((*w.shape, 1), 100.0), state.params)
         runner = StepRunner(run.engine, run.batch(), 0, report=lambda _, found: metrics.append(found))
-        runner.compile()
         state = state._replace(crossing=debt)
+        runner.compile(state)
+        assert compiled.count("jit(train)") == 2
         poisoned = state.params | {"table": state.params["table"].at[3].set(jnp.nan)}
         good = jax.tree.map(jnp.array, state.params)
         state = runner.take(1, state._replace(params=poisoned), batch(run))
@@ -119,9 +135,41 @@ def test_without_replicas_the_first_gradient_gets_what_is_rounded():
         state = runner.take(2, state._replace(params=good), batch(run))
         assert state.crossing is None
         state = runner.take(3, state, batch(run))
+    assert compiled.count("jit(train)") == 2
     size = sum(w.size for w in jax.tree.leaves(state.params))
     assert float(metrics[1].grad_norm) == pytest.approx(100 * np.sqrt(size), rel=0.01)
     assert float(metrics[2].grad_norm) < 100
+
+
+@pytest.mark.slow
+def test_without_replicas_the_first_outer_step_gets_what_is_rounded(compiled):
+    """And all programs are compiled before the first step."""
+    run = made("1x1x1", options=(("train.local_steps", "2"),))
+
+    def rounds(debt: float) -> list[np.ndarray]:
+        """The table after each of two rounds, which begin with a residual of `debt` for each weight."""
+        state = run.engine.init()
+        if debt:
+            sums = jax.tree.map(lambda w: jnp.full((*w.shape, 1), debt), state.params)
+            state = state._replace(crossing=state.crossing._replace(sums=sums))
+        runner = RoundRunner(run, 0, report=lambda *_: None)
+        runner.compile(state)
+        before = [*compiled]
+        tables = []
+        for step in (1, 2, 3, 4):
+            state = runner.take(step, state, batch(run, step))
+            if step % 2 == 0:
+                tables.append(np.asarray(state.params["table"]))
+        assert state.crossing.sums is None
+        named = {"jit(replicas_of)", "jit(begin)", "jit(take)", "jit(outer_step)"}
+        assert named <= {*before}
+        assert not named & {*compiled[len(before) :]}
+        return tables
+
+    with jax.set_mesh(run.mesh):
+        without, (first, second) = rounds(0.0), rounds(0.01)
+    np.testing.assert_allclose(first, without[0] - 0.01, rtol=1e-5, atol=1e-6)
+    assert not np.array_equal(second, first)
 
 
 KEPT = {"mixed": {"precision": "mixed"}, "offload": {"parallel.offload": "optimizer"}}

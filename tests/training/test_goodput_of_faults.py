@@ -138,7 +138,7 @@ class World:
             mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
             self.meter = measured = Meter(Reporting(mesh, STEPS, EVERY // 10, 10, "token", 8), log, first)
             runner = SimpleNamespace(
-                program=None, unfinished="", compile=lambda: self.spend("compiling", 40.0), take=take,
+                program=None, unfinished="", compile=lambda _: self.spend("compiling", 40.0), take=take,
                 drain=lambda step, state: state,
             )  # fmt: skip
             saving = SimpleNamespace(

@@ -69,8 +69,8 @@ def taken(run: Run, steps: int, first: int = 0, state=None):
     found = {}
     with jax.set_mesh(run.mesh):
         runner = RoundRunner(run, first, report=lambda step, metrics: found.update({step: jax.device_get(metrics)}))
-        runner.compile()
         state = run.engine.init() if state is None else state
+        runner.compile(state)
         for step in range(first + 1, steps + 1):
             state = runner.take(step, state, batch(run, step))
         assert not runner.unfinished
