@@ -8,7 +8,8 @@ interrupted `FAULTS` times, by one of
     early    one process gets SIGKILL while both start, perhaps before they meet, and the other must end by itself
     kill     the same, when they train
     stop     SIGSTOP of one process, likewise
-    damage   SIGKILL of both, and one bit flipped in a file of the newest checkpoint, of those that are not empty
+    damage   SIGKILL of both, and one bit flipped in a file of the newest checkpoint, of those that are not empty, where
+             it has its checksums (without them the bit cannot be seen)
     full     the file system has no room until the run ends by itself; then it has room again
 
 and started again. Then it must have each step once, with the figures of a run that nothing has befallen, to the bit,
@@ -196,7 +197,11 @@ class Round:
         for process in running:
             process.kill()
         ends(running, 60)
-        step = StepDir(self.folder / "checkpoints").path(saved(self.folder))
+        checkpoints = StepDir(self.folder / "checkpoints")
+        if max(checkpoints.steps()) != saved(self.folder):
+            self.happened["damage without checksums"] += 1
+            return
+        step = checkpoints.path(saved(self.folder))
         files = sorted(path for path in step.rglob("*") if path.is_file() and path.stat().st_size)
         file = self.rng.choice(files)
         content = bytearray(file.read_bytes())

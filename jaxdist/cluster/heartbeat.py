@@ -176,8 +176,6 @@ class HeartbeatWriter:
             self._thread.join(2)
 
     def _beat(self) -> None:
-        with contextlib.suppress(OSError):
-            self._remove_stale()
         while not self._ended.is_set():
             self._write()
             self._ended.wait(self._look().every)
@@ -188,15 +186,6 @@ class HeartbeatWriter:
         with contextlib.suppress(OSError):
             self.folder.mkdir(exist_ok=True)
             write_whole(self.folder / f"{beat.process}.json", json.dumps(asdict(beat)))
-
-    def _remove_stale(self) -> None:
-        """Remove heartbeats of an earlier job of this run that had more processes; process 0 does it."""
-        beat = self._look()
-        if beat.process != 0:
-            return
-        for path in self.folder.glob("*.json"):
-            if re.fullmatch("[0-9]{1,9}", path.stem) and int(path.stem) >= beat.processes:
-                path.unlink()
 
 
 def every(processes: int) -> float:
@@ -214,6 +203,17 @@ def read(folder: Path, only: int | None = None) -> list[Heartbeat]:
             beat = _PARSER.validate_json(file.read(LONGEST))
             beats.append(replace(beat, time=os.fstat(file.fileno()).st_mtime))
     return sorted(beats, key=lambda beat: beat.process)
+
+
+def clear(folder: Path) -> None:
+    """Remove the heartbeats of an earlier start; errors are ignored. Call it before any process of this one writes.
+
+    Who has not written yet would else look like one that is lost.
+    """
+    with contextlib.suppress(OSError):
+        for path in folder.glob("*.json"):
+            if re.fullmatch("[0-9]{1,9}", path.stem):
+                path.unlink()
 
 
 def name_host(folder: Path, host: str, reason: str) -> bool:

@@ -28,6 +28,7 @@ from jaxdist.cluster.heartbeat import (
 )
 from jaxdist.cluster.phase_clock import PhaseClock
 from jaxdist.cluster.process_env import ProcessEnv
+from jaxdist.cluster.rendezvous import with_hosts
 from jaxdist.config import RequestError
 from jaxdist.process.exit_codes import DONE, FAILED
 
@@ -222,6 +223,9 @@ class Watchdog:
         by_process = {beat.process: beat for beat in beats}
         waited = heartbeat.waited_for(beats, time.time(), stalled=True)
         sentences = []
+        absent = set(range(self.env.processes)) - by_process.keys()
+        if by_process and absent:
+            sentences.append(f"the others wait for {with_hosts(sorted(absent))}: no heartbeat since the start")
         for process, what in waited.items():
             beat = by_process[process]
             sentences.append(f"the others wait for {beat.name}: {what}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
+from jaxdist.cluster import heartbeat
 from jaxdist.cluster.consensus import agreed, from_leader, leader
 from jaxdist.cluster.heartbeat import STARTING
 from jaxdist.cluster.job import Job
@@ -44,11 +45,6 @@ def opened(folder: RunFolder, config: Config, engine: Engine, job: Job, say: Cal
         checkpoints = stack.enter_context(Checkpoints(folder.path, keep, config.checkpoint.keep_every))
         job.note(STARTING)
         job.log.open(folder.log, rotates=leader())
-        if leader():
-            try:
-                keep_start(folder)
-            except OSError as error:
-                say(f"note        {folder.starts} cannot be written ({error.strerror}): goodput lacks the last start")
         job.watchdog.beat_in(folder.heartbeats)
         found = checkpoints.find_start(config.resume, expected=engine.abstract_logical)
         yield Opened(checkpoints, found, check_lock)
@@ -70,6 +66,7 @@ def locked(folder: RunFolder, limit: float, say: Callable[[str], None]) -> Itera
         folder.identify()
         for note in lock.notes:
             say(f"note        {note}")
+        _close_last_start(folder, say)
         return 0
 
     def check() -> None:
@@ -80,3 +77,12 @@ def locked(folder: RunFolder, limit: float, say: Callable[[str], None]) -> Itera
     with ExitStack() as stack:
         agreed(take)
         yield check
+
+
+def _close_last_start(folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Keep how the start before this one stood, and remove its heartbeats, while the other processes wait."""
+    try:
+        keep_start(folder)
+    except OSError as error:
+        say(f"note        {folder.starts} cannot be written ({error.strerror}): goodput lacks the last start")
+    heartbeat.clear(folder.heartbeats)

@@ -433,13 +433,24 @@ def test_the_watchdog_forgives_its_own_absence_alone(monkeypatch, waits, barks):
     assert len(told) == barks
 
 
-@pytest.mark.parametrize(("process", "left"), [(0, ["0.json", "1.json", "x.json"]), (1, None)])
-def test_files_of_processes_that_the_run_no_longer_has_are_cleared_by_the_first(tmp_path, process, left):
-    """Of 2 processes, 0 and 1 are left; whoever writes first."""
-    names = {"1.json", "2.json", "3.json", "10.json", "x.json"}
+def test_heartbeats_of_an_earlier_start_are_no_lost_processes_of_this_one(tmp_path, monkeypatch):
+    """Process 0 of 2 writes first, and process 1 may take its time; if it hangs there, it is named."""
+    names = {"0.json", "1.json", "10.json", "x.json", heartbeat.NAMED}
     for name in names:
-        (tmp_path / name).touch()
-    heart = HeartbeatWriter(tmp_path, lambda: replace(beat(process), processes=2))
-    heart.stop(0)
-    assert not heart._thread.is_alive()
-    assert sorted(path.name for path in tmp_path.iterdir()) == (left or sorted(names))
+        (tmp_path / name).write_text(json.dumps(asdict(beat(1))) if name == "1.json" else "")
+        os.utime(tmp_path / name, (0, 0))
+    heartbeat.clear(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [heartbeat.NAMED, "x.json"]
+    dog = Watchdog(ProcessEnv(2, 0, "here:1"), 0)
+    dog.beat_in(tmp_path)
+    dog._heartbeat.stop(0)
+    dog._look_for_lost()
+    assert not dog._reported
+    assert not (tmp_path / heartbeat.NAMED).read_text()
+    monkeypatch.setattr(watchdog, "with_hosts", lambda processes: f"process {processes} on n1")
+    assert dog._find_stragglers() == ["the others wait for process [1] on n1: no heartbeat since the start"]
+
+
+def test_where_nothing_was_written_yet_there_is_nothing_to_clear(tmp_path):
+    heartbeat.clear(tmp_path / "heartbeats")
+    assert not list(tmp_path.iterdir())
