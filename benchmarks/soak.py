@@ -166,7 +166,7 @@ class Round:
 
     def _step(self, running: list[Process]) -> int:
         """The step that process 0 of this start has reached; metrics.jsonl may have further ones of the last start."""
-        beats = heartbeat.read(self.folder / "heartbeats", 0)
+        beats = heartbeat.read(self.folder / "heartbeats", [0])
         return max((beat.step for beat in beats if beat.pid == running[0].pid), default=0)
 
     def _checkpoints(self) -> int:

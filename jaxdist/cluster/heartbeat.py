@@ -13,7 +13,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -193,9 +193,9 @@ def every(processes: int) -> float:
     return max(LEAST_INTERVAL, INTERVAL_PER_PROCESS * processes)
 
 
-def read(folder: Path, only: int | None = None) -> list[Heartbeat]:
-    """Return the heartbeats in `folder`, ordered by process; reads a file for each, or for process `only` alone."""
-    paths = folder.glob("*.json") if only is None else [folder / f"{only}.json"]
+def read(folder: Path, only: Iterable[int] | None = None) -> list[Heartbeat]:
+    """Return the heartbeats in `folder`, ordered by process; reads a file for each, or for the processes `only`."""
+    paths = folder.glob("*.json") if only is None else [folder / f"{process}.json" for process in only]
     beats = []
     for path in paths:
         # A file may just be replaced, or be no heartbeat.

@@ -192,9 +192,13 @@ class Watchdog:
     def _look_for_lost(self) -> None:
         """Report each process whose heartbeats are missing and that was not reported yet."""
         assert self._heartbeat is not None
-        only = None if self.env.process == 0 else 0
-        for beat in heartbeat.read(self._heartbeat.folder, only):
-            age = time.time() - beat.time
+        beats = heartbeat.read(self._heartbeat.folder, None if self.env.process == 0 else [0, self.env.process])
+        own = next((beat for beat in beats if beat.process == self.env.process), None)
+        if own is None:
+            return
+        for beat in beats:
+            # By the clock of the file system: this host's own may be wrong, and would name all others.
+            age = own.time - beat.time
             if beat.process in self._reported or beat.ended is not None or age <= MISSED * beat.every:
                 continue
             self._reported.add(beat.process)

@@ -34,7 +34,7 @@ def name_hosts(folder: Path, bad: Mapping[str, str]) -> list[str]:
 def named(folder: Path) -> set[str]:
     """Return the hosts that were named since the present start of the run in a folder."""
     run = RunFolder(folder)
-    leader = next(iter(heartbeat.read(run.heartbeats, only=0)), None)
+    leader = next(iter(heartbeat.read(run.heartbeats, only=[0])), None)
     began = leader.spent.began if leader and leader.spent else 0.0
     since = clock(began)
     try:

@@ -189,7 +189,7 @@ def _noted(path: Path) -> Iterator[Start]:
 
 def _by_heartbeat(folder: RunFolder) -> Start | None:
     """Return the start that process 0 reports in its heartbeat; None where there is none that says it."""
-    leader = next((beat for beat in heartbeat.read(folder.heartbeats) if beat.process == 0), None)
+    leader = next(iter(heartbeat.read(folder.heartbeats, only=[0])), None)
     if leader is None or leader.spent is None:
         return None
     return Start(leader.spent, leader.step, leader.time, leader.ended)

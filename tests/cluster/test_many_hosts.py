@@ -35,7 +35,7 @@ OPERATIONS = {
     "a stop is agreed on": (0, 0),
     "all come to the end": (0, 0),
     "a heartbeat": (0, 6),
-    "a look for lost processes": (2.1, 3),
+    "a look for lost processes": (2.1, 4),
 }
 """Likewise of operations on files, beside 20 of process 0."""
 

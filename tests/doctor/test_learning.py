@@ -130,7 +130,7 @@ def test_the_doctor_says_them_and_the_run_is_healthy(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "config.toml").write_text(to_toml(load(None, {"data.skip": "5", "train.steps": "5000"})))
     beat = Heartbeat(0, 1, "n0", 1, 4000, STEPPING, 0.0, 1.0, 0.0, ended=0, time=1.0)
-    monkeypatch.setattr(watching.heartbeat, "read", lambda folder: [beat])
+    monkeypatch.setattr(watching.heartbeat, "read", lambda folder, only=None: [beat])
     result = watching.watch(tmp_path)
     assert result["healthy"]
     (said,) = result["remarks"]
