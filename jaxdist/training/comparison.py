@@ -107,6 +107,11 @@ def read_run(folder: Path) -> ComparedRun:
     _read_lines(run, history.read(files.metrics))
     if not run.training and not run.validation:
         run.notes.append(f"{folder} has no line in metrics.jsonl that can be read: it has no losses to compare")
+    if run.training and run.training[-1].step < run.steps:
+        run.notes.append(
+            f"{folder} has no finite loss after step {run.training[-1].step}, up to step {run.steps}: the loss that is "
+            f"shown is that of step {run.training[-1].step}"
+        )
     run.goodput = goodput(starts_of(files)).share
     if is_of_fit(folder):
         run.notes.append(f"{folder} holds a run of jaxdist.fit, without a config.toml: its knobs are not compared")

@@ -44,6 +44,9 @@ def printed(capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
+NOT_FINITE = "b has no finite loss after step 10, up to step 20: the loss that is shown is that of step 10"
+
+
 def test_figures(runs, capsys):
     result = json.loads(printed(capsys, "a", "b", "images", "--json"))
     a, b, images = result["runs"]
@@ -60,11 +63,10 @@ def test_figures(runs, capsys):
         "step_hours": (10 * 0.5 + 10 * 1.5 + 10 * 0.5) / 3600,
         "goodput": None,
     }
-    # The loss of its last line was not finite.
     assert (b["steps"], b["loss"], b["best_validation_loss"]) == (20, 6.0, None)
     assert (images["unit"], images["units"]) == ("image", 500)
     assert result["knobs"] == {"mesh": ["-1x1x1", "2x1x1", "-1x1x1"], "train.seed": ["1", "2", "1"]}
-    assert result["notes"] == []
+    assert result["notes"] == [NOT_FINITE]
 
 
 def test_points_say_what_was_spent(runs):
@@ -83,6 +85,7 @@ def test_table(runs, capsys):
         ["knob", "a", "b"],
         ["mesh", "-1x1x1", "2x1x1"],
         ["train.seed", "1", "2"],
+        NOT_FINITE.split(),
     ]
     assert printed(capsys, "a", "images").splitlines()[-1].startswith("no knob differs")
 
