@@ -25,7 +25,7 @@ from jaxdist.request.conditions import Known
 from jaxdist.request.helptext import help_text
 from jaxdist.request.knobs import KNOBS, option, sentence, shown, within
 from jaxdist.request.options import Extra, Scan
-from jaxdist.request.own_runs import is_of_fit, no_config
+from jaxdist.request.own_runs import is_of_fit, no_config, why_no_run
 from jaxdist.request.reading import batch_note, read, to_toml
 from jaxdist.request.unused import notes
 from jaxdist.weights.named import model_folder
@@ -252,8 +252,7 @@ def _config_of_run(command: str, folder: str | None, of_fit: bool) -> tuple[str 
     if is_of_fit(Path(folder)):
         return None, "" if of_fit else no_config(Path(folder), command)
     if not os.path.isfile(config):
-        other = f"'{folder}' is not the folder of a run: it has no config.toml"
-        return None, other_form(Path(folder)) or other
+        return None, other_form(Path(folder)) or why_no_run(Path(folder))
     return str(config), ""
 
 

@@ -19,6 +19,7 @@ from jaxdist.config.mixture import MixtureConfig
 from jaxdist.config.values import path_error
 from jaxdist.data.naming.training_paths import mixture_of
 from jaxdist.files import read_toml
+from jaxdist.files.reasons import why_closed
 from jaxdist.huggingface.folder import other_form
 from jaxdist.request import checks, pretrained, unused
 from jaxdist.request.knobs import KNOBS, SECTIONS, canonical, from_text, nest, option, sentence, shown, suggest, within
@@ -188,8 +189,12 @@ def _read_config(config: str | None) -> tuple[str, Given]:
         problem = other_form(path)
     elif is_of_fit(path):
         problem = no_config(path, "this command")
+    elif os.path.isdir(path) and why_closed(path):
+        problem = f"config '{config}' {why_closed(path)}"
     elif os.path.isdir(path):
         problem = f"config '{config}' is a folder; name a TOML file in it, such as {path / 'config.toml'}"
+    elif not os.path.exists(path) and (len(path.parts) > 1 or path.suffix == ".toml"):
+        problem = f"config '{config}' does not exist; name a TOML file, or a shipped config, such as {DEFAULT}"
     elif not os.path.exists(path):
         problem = f"config '{config}' is neither a file nor a shipped config; {nearest(canonical(config), SHIPPED)}"
     else:

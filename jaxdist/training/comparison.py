@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.config import Config, RequestError, leaves
+from jaxdist.files.reasons import why_closed
 from jaxdist.request.knobs import unquoted, within
 from jaxdist.request.own_runs import is_of_fit
 from jaxdist.training import history
@@ -84,8 +85,9 @@ class ComparedRun:
 def why_no_run(folder: Path) -> str | None:
     """Return a sentence about a folder in which no run can be read; None for that of a run."""
     run = RunFolder(folder)
-    if not os.path.exists(folder):
-        return f"run folder '{folder}' does not exist"
+    closed = why_closed(folder)
+    if closed:
+        return f"run folder '{folder}' {closed}"
     if not (os.path.isfile(run.config) or os.path.isfile(run.metrics) or is_of_fit(folder)):
         return f"'{folder}' is not the folder of a run: it has neither config.toml nor metrics.jsonl"
     try:

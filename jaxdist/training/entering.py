@@ -70,7 +70,10 @@ def enter_own(folder: RunFolder, resume: str) -> int:
         return 0
     _refuse_lost(folder, None)
     if resume.isdecimal():
-        raise RequestError(f"run folder {folder.path} holds no run to go back to step {resume} of")
+        raise RequestError(
+            f"run folder {folder.path} holds no run to go back to step {resume} of; leave resume out to start one, or "
+            f"name the run_dir of the run"
+        )
     return 0
 
 
@@ -108,7 +111,10 @@ def _check_new(folder: RunFolder, config: Config, committed: list[int]) -> None:
             f"name another --run-dir"
         )
     if config.resume.isdecimal():
-        raise RequestError(f"run folder {folder.path} holds no run to go back to step {config.resume} of")
+        raise RequestError(
+            f"run folder {folder.path} holds no run to go back to step {config.resume} of; leave --resume out to start "
+            f"one, or name the --run-dir of the run"
+        )
 
 
 def _note_new(folder: RunFolder, config: Config) -> None:

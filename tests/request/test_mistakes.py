@@ -123,10 +123,11 @@ NAMES = {
 
 FILES = {
     "no such config": Wrong("gpt_tny", [("config 'gpt_tny' is neither", "did you mean 'gpt_tiny'?")]),
-    "no such file": Wrong("a/b.toml", [("config 'a/b.toml'", "valid names are apertus_70b, apertus_8b, cnn_digits")]),
+    "no such file": Wrong("a/b.toml", [("config 'a/b.toml' does not exist; name a TOML file",)]),
+    "no such name": Wrong("zzz", [("config 'zzz' is neither", "valid names are apertus_70b, apertus_8b, cnn_digits")]),
     "folder": Wrong("FOLDER", [("config '", "' is a folder", "/config.toml")]),
     "no run": Wrong("", [("evaluate needs a RUN",)], positional="RUN"),
-    "not a run": Wrong("none --train.steps 5", [("'none'", "no config.toml"), ("no effect",)], positional="RUN"),
+    "not a run": Wrong("none --train.steps 5", [("'none' does not exist",), ("no effect",)], positional="RUN"),
     "syntax": Wrong("FILE", [("my.toml is not valid TOML", "line 2")], "mesh = '1x1x1'\nmodel.layers 4"),
     "not utf-8": Wrong("FILE", [("my.toml is not valid TOML", "utf-8")], b"mesh = '\xff'"),
     "key of no section": Wrong(

@@ -22,7 +22,7 @@ from jaxdist.data.readers.reader import TextReader
 from jaxdist.data.sources import Source, Sources
 from jaxdist.data.token_samples import OF_MIXTURE
 from jaxdist.files import digest
-from jaxdist.files.reasons import reading
+from jaxdist.files.reasons import reading, reason
 from jaxdist.huggingface.tokenizer import folder_problem
 
 QUOTES = "[]'\" "
@@ -183,7 +183,7 @@ def _named(knob: str, text: str | None, key: str = TEXT) -> NamedFiles:
     try:
         return named_by(text, key)
     except OSError as error:
-        raise RequestError(f"{knob} '{text}' cannot be read ({error}); make it readable") from error
+        raise RequestError(f"{knob} '{text}' cannot be read ({reason(error)}); make it readable") from error
 
 
 def _source(name: str | None, named: NamedFiles, config: DataConfig) -> Source | None:
