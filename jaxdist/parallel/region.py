@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxdist.mesh import AXES
+from jaxdist.sharding import Tree
 
 Axes = Iterable[str]
 
@@ -86,12 +87,40 @@ def after(x: jax.Array, *earlier: Float[Array, "..."]) -> jax.Array:
     number; so two loops that run at once would take each other's messages for their own: they wait forever, or sum up
     what does not belong together.
     """
-    # A condition that never holds, which no compiler can know: it makes `x` depend on one number of each array.
-    some = [a[(0,) * a.ndim] for a in earlier]
-    never = [(a != a) & (a == 0) for a in some]
-    if not never:
+    never = _never(earlier)
+    if never is None:
         return x
-    return jnp.where(reduce(or_, never), jnp.zeros((), x.dtype), x)
+    return jnp.where(never, jnp.zeros((), x.dtype), x)
+
+
+def together(arrays: Tree, earlier: Tree = ()) -> Tree:
+    """Return `arrays`, none of them before all of them and of `earlier` are there: see `after`.
+
+    Of arrays without real numbers, such as indices, none is waited for.
+    """
+    never = _never(jax.tree.leaves((arrays, earlier)))
+    if never is None:
+        return arrays
+    # An array must not vary over more axes only because it waits for one that does. A loop that turns while the
+    # condition holds, which is on no device, makes a copy of it for which JAX finds no axes.
+    nowhere = lax.while_loop(lambda found: never & ~found, lambda found: ~found, jnp.zeros((), bool))
+
+    def waiting(a: jax.Array) -> jax.Array:
+        condition = never if varying(never) <= varying(a) else nowhere
+        return jnp.where(condition, jnp.zeros((), a.dtype), a)
+
+    return jax.tree.map(waiting, arrays)
+
+
+def _never(arrays: Iterable[jax.Array]) -> Bool[Array, ""] | None:
+    """Return a condition that never holds, which no compiler can know, for which one number of each array is needed.
+
+    None is returned where no array has real numbers.
+    """
+    some = [a[(0,) * a.ndim] for a in arrays if a.size and jnp.issubdtype(a.dtype, jnp.floating)]
+    if not some:
+        return None
+    return reduce(or_, [(a != a) & (a == 0) for a in some])
 
 
 def own(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:

@@ -21,8 +21,6 @@ MODEL = cases.MODEL.model_copy(update={"layers": 2})
 LLAMA = cases.LLAMA.model_copy(update={"layers": 2})
 MOE = LLAMA.model_copy(update=dict(family="moe", experts=4, expert_mlp=32, shared_experts=1, capacity_factor=0.5))
 """Many tokens find no room in the first round of the dispatch: the further ones multiply in fp8 too."""
-DEEP = MOE.model_copy(update={"layers": 4})
-"""Two layers for each stage: what follows a layer that is alone in its stage may begin before its last exchange."""
 
 ROWS = {
     "zero 3": ("2x2x1", MODEL, dict(stage=3, sequence=True)),
@@ -31,7 +29,7 @@ ROWS = {
     "experts": ("data=2,expert=2", MOE, dict(stage=3)),
     "experts and stages": (
         "expert=2,model=2,pipeline=2",
-        DEEP,
+        MOE,
         dict(stage=1, pipeline=PipelineConfig(microbatches=4), accumulation=4),
     ),
     "context": ("data=2,context=2", LLAMA, dict(stage=3)),

@@ -57,7 +57,9 @@ class Device:
         kinds = iter(program.layers)
         self.layers = Chunk(
             {
-                name: Layers(list(islice(kinds, own.period)), own, of_stack(name, places_of_layer), stage)
+                name: Layers(
+                    list(islice(kinds, own.period)), own, of_stack(name, places_of_layer), stage, self.together
+                )
                 for name, own in stages.stacks.items()
             }
         )
@@ -73,6 +75,10 @@ class Device:
         """Return what the next unit has to begin after (`region.after`): `earlier` on CPUs, nothing elsewhere."""
         # XLA:CPU alone starts a loop before the one in front of it has ended.
         return earlier if self.layout.platform == "cpu" else ()
+
+    def together(self, arrays: Tree, earlier: Tree = ()) -> Tree:
+        """Return `arrays`, on CPUs none of them before all of them and of `earlier` are there (`region.together`)."""
+        return region.together(arrays, earlier) if self.layout.platform == "cpu" else arrays
 
     def alone(self, on: jax.Array, run: Callable[..., Any], *state: Tree) -> tuple[Tree, ...]:
         """Return `run(*state)` on ranks where it is `on`, else `state`: each rank takes its own branch.

@@ -154,6 +154,8 @@ class Executor:
             part = jax.tree.map(lambda a, at=slice(first, end): a[at], rows)
             always_head = bool(self.table.rows.head.on[first:end].all())
             carry = lax.scan(partial(device.tick, slots, always_head), carry, part)[0]
+            if end - first == 1:
+                carry, rows = device.after_all_of(carry, rows)
         return device.end(carry)
 
 
@@ -232,6 +234,17 @@ class Region(Device):
         if self.table.schedule.split:
             carry["stash"] = self.layers_backward.stash(depths["stash"])
         return carry
+
+    def after_all_of(self, carry: Carry, rows: Columns) -> tuple[Carry, Columns]:
+        """Return the carry after a tick, and the rows of the table: on CPUs none before all of the tick has run.
+
+        XLA writes a loop of one turn out: what follows would wait for what it needs of the tick alone.
+        """
+        # Whoever reads one of these waits for the index, and so large arrays are not copied.
+        rings = {name: carry[name] for name in ("acts", "cots", "residuals", "stash") if name in carry}
+        others = {name: a for name, a in carry.items() if name not in rings}
+        others, rows = self.together((others, rows), rings)
+        return carry | others, rows
 
     def tick(self, slots: frozenset[str], always_head: bool, carry: Carry, row: Row) -> tuple[Carry, None]:
         """Run one row of the table; `always_head`: the last chunk runs F in every tick of this segment."""
@@ -336,8 +349,10 @@ class Region(Device):
         def whole(sums: Tree, dy: jax.Array) -> tuple[Tree, jax.Array]:
             if self.recompute:
                 # What was kept is the input of the chunk.
-                rings = self.layers_backward.again(unit, region.after(get(*kept), *before))
-                return self.layers_backward.backward(unit, dy, *rings, sums, row.B.on)
+                rings, slot = self.layers_backward.again(unit, region.after(get(*kept), *before))
+                # A layer that is alone in its chunk may begin with its backward pass while it is made again.
+                rings = self.together(rings)
+                return self.layers_backward.backward(unit, dy, rings, slot, sums, row.B.on)
             # A layer that is alone in its chunk may recompute some of it, for which it does not need `dy`.
             return self.layers_backward.backward(unit, dy, *kept, sums, row.B.on, before)
 

@@ -119,6 +119,8 @@ class Layers:
     """The placements of the parameters of one layer."""
     stage: int
     """Of ZeRO."""
+    together: Callable[[Tree], Tree]
+    """`Device.together`"""
 
     def forward(self, unit: Unit, x: jax.Array) -> tuple[jax.Array, Tree]:
         """Return (x after the layers, their aux); nothing is kept for a backward pass."""
@@ -285,7 +287,9 @@ class Backward:
             place, w, number, valid = layer
             w = self.layers.in_use(w)
             own = self.layers.get(kept, kind, slot_in, place)
-            dw, dx = self.pullbacks[kind].rebuilt(own, (w, unit.part, number))(dy)
+            gradients = self.pullbacks[kind].rebuilt(own, (w, unit.part, number))(dy)
+            # Some of them may be there while others are in a loop of collectives.
+            dw, dx = self.layers.together(gradients)
             sums = self._accumulate(sums, dw, (unit.chunk, place), on & valid)
             return (sums, self.layers.where(valid, dx, dy)), None
 
@@ -334,7 +338,7 @@ class Backward:
             again, _ = self._arguments((w, unit.part, number), [])
             stashed = self.layers.get(stash, kind, slot_in, place)
             structure = jax.tree.structure(differentiated(self.layers.places, w))
-            dw = jax.tree.unflatten(structure, self.halves[kind].later(again, stashed))
+            dw = self.layers.together(jax.tree.unflatten(structure, self.halves[kind].later(again, stashed)))
             return self._accumulate(sums, dw, (unit.chunk, place), on & valid), None
 
         return self.layers.scan(one, sums, unit)[0]

@@ -284,12 +284,14 @@ class Round(Device):
             unit = self.unit(self.in_use(version), part)
             kept: tuple[Tree, Slot] = (carry["residuals"], slot)
             if self.recompute:
-                kept = self.layers_backward.again(unit, get(*kept))
+                rings, first = self.layers_backward.again(unit, get(*kept))
+                kept = self.together(rings), first
             grads, dx = self.layers_backward.backward(unit, dy, *kept, self._empty_sums(version, unit), True)
             grads = jax.tree.map(lambda g: g[0], grads)
+            grads, aux, dx = self.together((grads, get(carry["aux"], slot), dx))
             if self.stage < 2:  # from stage 2 on, `Backward.backward` has reduced them
                 grads = jax.tree.map(zero.reduce_manual, part_of(self.stage_places, grads), grads)
-            aux = jax.tree.map(zero.reduce_manual, self.aux_places, get(carry["aux"], slot))
+            aux = jax.tree.map(zero.reduce_manual, self.aux_places, aux)
             params, optimizer, square = self.updated(carry, slot, {BLOCKS: grads}, aux, optimizer, params)
             return params, optimizer, put(squares, square, slot), dx
 
