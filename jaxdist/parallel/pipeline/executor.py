@@ -50,6 +50,9 @@ SHARED = "the_same_on_all_ranks"
 Carry = dict[str, Any]
 """The state of a device from tick to tick: buffers, messages and sums by name."""
 
+READERS = {"acts": "F", "sent": "F", "cots": "B", "returned": "B", "residuals": "B", "stash": "W"}
+"""Which unit reads each buffer and message of a carry; all else are sums."""
+
 Row = Rows[Bool[Array, ""], Int[Array, ""]]
 """What the table has for one device in one tick."""
 
@@ -145,17 +148,16 @@ class Executor:
         rows = jax.tree.map(lambda a: a[:, 0] if a.ndim == 2 else a, rows)
         device = Region(self, weights, batch, backward, scale)
         carry = device.start()
-        for first, end, slots in self.table.segments:
-            if not backward:
-                # Evaluation runs the same table without B and W.
-                slots = slots & {"F", "H"}
-            if not slots:
-                continue
+        # Evaluation runs the same table without B and W.
+        units = {"F", "H", "B", "W"} if backward else {"F", "H"}
+        segments = [(first, end, slots & units) for first, end, slots in self.table.segments if slots & units]
+        for number, (first, end, slots) in enumerate(segments):
             part = jax.tree.map(lambda a, at=slice(first, end): a[at], rows)
             always_head = bool(self.table.rows.head.on[first:end].all())
             carry = lax.scan(partial(device.tick, slots, always_head), carry, part)[0]
             if end - first == 1:
-                carry, rows = device.after_all_of(carry, rows)
+                later = frozenset().union(*(slots for *_, slots in segments[number + 1 :]))
+                carry, rows = device.after_all_of(carry, rows, later)
         return device.end(carry)
 
 
@@ -235,16 +237,18 @@ class Region(Device):
             carry["stash"] = self.layers_backward.stash(depths["stash"])
         return carry
 
-    def after_all_of(self, carry: Carry, rows: Columns) -> tuple[Carry, Columns]:
-        """Return the carry after a tick, and the rows of the table: on CPUs none before all of the tick has run.
+    def after_all_of(self, carry: Carry, rows: Columns, later: frozenset[str]) -> tuple[Carry, Columns]:
+        """Return the carry after a tick, and the rows of the table: on CPUs, what is read of them waits for all of it.
 
-        XLA writes a loop of one turn out: what follows would wait for what it needs of the tick alone.
+        XLA writes a loop of one turn out, and what follows would wait for what it needs of the tick alone. `later` are
+        the slots of the ticks that follow.
         """
-        # Whoever reads one of these waits for the index, and so large arrays are not copied.
-        rings = {name: carry[name] for name in ("acts", "cots", "residuals", "stash") if name in carry}
-        others = {name: a for name, a in carry.items() if name not in rings}
-        others, rows = self.together((others, rows), rings)
-        return carry | others, rows
+        sums = {name: a for name, a in carry.items() if name not in READERS}
+        # XLA does not send what nobody reads, and this must not change that.
+        read = {name: carry[name] for name, unit in READERS.items() if unit in later and name in carry}
+        # Buffers are not copied: whoever reads them waits for the index.
+        sums, rows = self.together((sums, rows), read)
+        return carry | sums, rows
 
     def tick(self, slots: frozenset[str], always_head: bool, carry: Carry, row: Row) -> tuple[Carry, None]:
         """Run one row of the table; `always_head`: the last chunk runs F in every tick of this segment."""
