@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxdist.config import Config
 from jaxdist.config.left_out import without
 from jaxdist.training import history
-from jaxdist.training.comparison import number
+from jaxdist.training.history import number
 
 WINDOW = 50
 """Lines before a line, or at the end, that say what is usual."""

@@ -5,7 +5,6 @@ The folders of the runs are the only store: nothing is kept elsewhere, and nothi
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,10 +18,8 @@ from jaxdist.request.knobs import unquoted, within
 from jaxdist.request.own_runs import is_of_fit
 from jaxdist.training import history
 from jaxdist.training.goodput import goodput, starts_of
+from jaxdist.training.history import PER_SECOND, number, unit_of
 from jaxdist.training.run_dir import RunFolder
-
-PER_SECOND = "s_per_second"
-"""How the name of a speed in metrics.jsonl ends; before it stands the unit, such as `token`."""
 
 OF_A_START = ("run_dir", "resume", "data.changed", "cluster")
 """Knobs, or sections, that say where and how a run was started, and are not compared."""
@@ -136,7 +133,7 @@ def _read_lines(run: ComparedRun, lines: Iterable[Mapping[str, Any]]) -> None:
             if loss is not None:
                 run.validation.append(Point(line["step"], run.units, run.seconds, loss))
             continue
-        run.unit = run.unit or _unit(line)
+        run.unit = run.unit or unit_of(line)
         run.seconds += max(line["step"] - run.steps, 0) * (number(line, "step_seconds") or 0.0)
         run.steps = line["step"]
         run.units = number(line, f"{run.unit}s")
@@ -148,23 +145,6 @@ def _read_lines(run: ComparedRun, lines: Iterable[Mapping[str, Any]]) -> None:
             run.training.append(Point(run.steps, run.units, run.seconds, loss))
     if speeds:
         run.per_second = statistics.median(speeds)
-
-
-def _unit(line: Mapping[str, Any]) -> str:
-    """Return what the speed in a line is given per; empty where it has none."""
-    return next((name.removesuffix(PER_SECOND) for name in line if name.endswith(PER_SECOND)), "")
-
-
-def number(line: Mapping[str, Any], name: str) -> float | None:
-    """Return the finite number of that name in a line of metrics.jsonl; None where there is none."""
-    value = line.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:
-        # An integer may be larger than any float.
-        return None
 
 
 def differing_knobs(runs: Sequence[ComparedRun]) -> dict[str, list[str | None]]:

@@ -6,7 +6,8 @@ not import jax.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from jaxdist.output.units import counted
 
 VALIDATED = "validation_loss"
 """The key that only lines of a validation have."""
+
+PER_SECOND = "s_per_second"
+"""How the key of a speed ends; before it stands the unit, such as `token`."""
 
 NUMBERS = ("loss", VALIDATED)
 """Keys whose values are numbers, or null, where a line has them."""
@@ -49,6 +53,23 @@ def read(path: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     return [line.values for line in _parsed(content.split(b"\n"))]
+
+
+def number(line: Mapping[str, Any], name: str) -> float | None:
+    """Return the finite number of that name in a line; None where there is none."""
+    value = line.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:
+        # An integer may be larger than any float.
+        return None
+
+
+def unit_of(line: Mapping[str, Any]) -> str:
+    """Return what the speed in a line is given per, such as `token`; empty where it has none."""
+    return next((name.removesuffix(PER_SECOND) for name in line if name.endswith(PER_SECOND)), "")
 
 
 def interval(config: Config) -> int:

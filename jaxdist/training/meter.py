@@ -22,6 +22,7 @@ from jaxdist.planning.timing import mfu
 from jaxdist.training.forward.balance import CollapseWatch
 from jaxdist.training.forward.loss_scale import LEAST
 from jaxdist.training.forward.step import Metrics
+from jaxdist.training.history import PER_SECOND
 from jaxdist.training.metrics import Log
 from jaxdist.training.raised_loss import RaisedLoss
 
@@ -283,7 +284,7 @@ class Meter:
             f"{of.unit}s": step * of.per_step,
             "step_seconds": seconds,
             "data_seconds": one.data_seconds / self.count,
-            f"{of.unit}s_per_second": rate,
+            f"{of.unit}{PER_SECOND}": rate,
             "mfu": mfu(rate, of.flops, self.devices, of.peak),
             "memory_bytes": peak_bytes(self.device),
             "skipped": int(metrics.skipped),

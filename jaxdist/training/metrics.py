@@ -14,6 +14,7 @@ from jaxdist.files import open_no_follow
 from jaxdist.output.streams import clock
 from jaxdist.output.units import hours
 from jaxdist.training.console import Screen
+from jaxdist.training.history import PER_SECOND, unit_of
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.run_facts import wandb_id
 from jaxdist.training.tensorboard import Board
@@ -180,8 +181,8 @@ def _number(values: Values, name: str) -> float | int:
 
 def _figures(values: Values) -> str:
     """Return loss, speed and MFU, as the bar and the lines show them."""
-    unit, rate = next((name.split("_")[0], rate) for name, rate in values.items() if name.endswith("s_per_second"))
-    text = f"loss {values['loss']:.4f}  {rate:,.0f} {unit}/s"
+    unit = unit_of(values)
+    text = f"loss {values['loss']:.4f}  {values[unit + PER_SECOND]:,.0f} {unit}s/s"
     if values["mfu"] is not None:
         text += f"  MFU {values['mfu']:.1%}"
     return text

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from jaxdist.training.checkpoint.stored_arrays import open_arrays, whole
+from jaxdist.training.history import PER_SECOND
 
 FIGURES = ("loss", "grad_norm", "validation_loss")
 
-SPEEDS = {f"{unit}s_per_second" for unit in ("token", "image", "row")}
+SPEEDS = {f"{unit}{PER_SECOND}" for unit in ("token", "image", "row")}
 
 TIMES = {"time", "step_seconds", "data_seconds", "mfu", "memory_bytes", "goodput"} | SPEEDS
 """The figures of a line that are measured: two runs that compute the same do not share them."""
