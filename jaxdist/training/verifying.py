@@ -110,6 +110,10 @@ class Verification:
         return "\n".join(lines)
 
 
+Numbers = Mapping[str, np.ndarray]
+"""Arrays on the host, by their paths."""
+
+
 class Side(NamedTuple):
     """A step on one of the two meshes that are compared."""
 
@@ -133,7 +137,7 @@ class Side(NamedTuple):
             return {}
         return self.numbers(self.unfolded({BLOCKS: {LOAD: sums[LOAD]}}))
 
-    def begun_with(self, params: Mapping[str, np.ndarray], variables: Mapping[str, np.ndarray]) -> TrainState:
+    def begun_with(self, params: Numbers, variables: Numbers) -> TrainState:
         """Return the state before the first step with these parameters, as one device holds them, and variables."""
         step = self.engine.step
         params_like = self.engine.abstract(lambda state: step.unfolded(step.whole(state)))
@@ -141,7 +145,7 @@ class Side(NamedTuple):
         return self.engine.begin(placed(params, params_like), placed(variables, drawn))
 
 
-def placed(numbers: Mapping[str, np.ndarray], like: Tree) -> Tree:
+def placed(numbers: Numbers, like: Tree) -> Tree:
     """Return `like` with these arrays, by their names, in the place of its own, each laid out as that."""
 
     def place(path: tuple, a: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
@@ -166,63 +170,104 @@ def verify(
     has the first of its scales with which the gradients on the mesh are finite.
     `searches`: the optimizer has a line search, so that only gradients can be compared.
     """
-    engine, there = trainer.engine, other.engine
-    step = engine.step
     # On GPUs, and between them and a CPU, matmuls of lower precision would differ by more than faults do.
     with jax.default_matmul_precision("highest"):
-        with jax.set_mesh(engine.mesh):
-            state = begin() if begin else engine.init(seed)
-            first_params = trainer.numbers(trainer.unfolded(step.whole(state)), jnp.number)  # codes of a base too
-            first_variables = trainer.numbers(state.variables)
-            batch = trainer.batch()
-            differentiate = engine.compile(engine.differentiate.lower(state, batch))
-            found: Gradients = differentiate(state, batch)
-            grads = trainer.numbers(trainer.unfolded(found.grads))
-            while not math.isfinite(_norm(grads)) and _scale(state) > LEAST:
-                # A run would skip this step, and the next one begin with half of the scale.
-                state = _with_scale(state, _scale(state) / 2)
-                found = differentiate(state, batch)
-                grads = trainer.numbers(trainer.unfolded(found.grads))
-            scale = _scale(state)
-            variables = trainer.numbers(found.variables)
-            loads = trainer.loads(found.sums)
-            ran = collectives(text_of(differentiate), engine.mesh)
-            if not searches:
-                update = engine.update.lower(state, found, {}, ()).compile()
-                after, _ = update(state, found, {})
-                change = _change(trainer.numbers(trainer.unfolded(after.params)), first_params)
-                ran += collectives(text_of(update), engine.mesh)
-        with jax.set_mesh(there.mesh), jax.default_device(there.first_device), as_one_device():
-            state = other.begun_with(first_params, first_variables) if begin else there.init(seed)
-            state = _with_scale(state, scale)
-            wanted: Gradients = there.differentiate(state, other.batch())
-            wanted_grads = other.numbers(wanted.grads)
-            errors = {
-                "first parameters": _errors(first_params, other.numbers(there.step.whole(state), jnp.number)),
-                "gradients": _errors(grads, wanted_grads),
-                "variables": _errors(variables, other.numbers(wanted.variables)),
-                "loads of experts": _errors(loads, other.loads(wanted.sums)),
-            }
-            if not searches:
-                # By the same gradients: an update such as Adam's makes much of the rounding of one that is zero.
-                given = wanted._replace(
-                    grads=placed(grads, wanted.grads),
-                    loss=jax.device_put(np.asarray(found.loss), wanted.loss.sharding),
-                    sums=placed(loads, {BLOCKS: wanted.sums})[BLOCKS],
-                )
-                after, _ = there.update(state, given, {}, ())
-                errors["changes of parameters"] = _errors(change, _change(other.numbers(after.params), first_params))
+        taken = _on_mesh(trainer, begin or (lambda: trainer.engine.init(seed)), searches)
+        loss, grad_norm, errors = _on_one_device(other, taken, None if begin else seed, searches)
+    engine = trainer.engine
     mesh = describe(engine.mesh.shape)
     return Verification(
         mesh=f"{mesh} ({engine.first_device})" if mesh == ONE else mesh,
-        device=str(there.mesh.devices.flat[0]),
-        loss=(float(found.loss), float(wanted.loss)),
-        grad_norm=(_norm(grads), _norm(wanted_grads)),
+        device=str(other.engine.mesh.devices.flat[0]),
+        loss=(float(taken.loss), loss),
+        grad_norm=(_norm(taken.grads), grad_norm),
         errors=errors,
-        collectives=ran,
+        collectives=taken.collectives,
         tolerance=TOLERANCE[str(dtype)],
         hint=hint,
     )
+
+
+class Taken(NamedTuple):
+    """The numbers of the step on the mesh, as one device would hold them, on the host."""
+
+    first_params: Numbers
+    """Before the step, with the codes of quantized weights."""
+    first_variables: Numbers
+    loss: np.ndarray
+    scale: float
+    """The scale of the loss; 0 where it is not scaled."""
+    grads: Numbers
+    variables: Numbers
+    loads: Numbers
+    change: Numbers
+    """The change of the parameters; empty where the optimizer has a line search."""
+    collectives: list[Collective]
+
+
+def _on_mesh(trainer: Side, begin: Callable[[], TrainState], searches: bool) -> Taken:
+    """Take the step on the mesh from the state that `begin` makes."""
+    engine = trainer.engine
+    with jax.set_mesh(engine.mesh):
+        state = begin()
+        first_params = trainer.numbers(trainer.unfolded(engine.step.whole(state)), jnp.number)
+        first_variables = trainer.numbers(state.variables)
+        batch = trainer.batch()
+        differentiate = engine.compile(engine.differentiate.lower(state, batch))
+        found: Gradients = differentiate(state, batch)
+        grads = trainer.numbers(trainer.unfolded(found.grads))
+        while not math.isfinite(_norm(grads)) and _scale(state) > LEAST:
+            # A run would skip this step, and the next one begin with half of the scale.
+            state = _with_scale(state, _scale(state) / 2)
+            found = differentiate(state, batch)
+            grads = trainer.numbers(trainer.unfolded(found.grads))
+        scale = _scale(state)
+        variables = trainer.numbers(found.variables)
+        loads = trainer.loads(found.sums)
+        loss = np.asarray(found.loss)
+        ran = collectives(text_of(differentiate), engine.mesh)
+        change = {}
+        if not searches:
+            update = engine.update.lower(state, found, {}, ()).compile()
+            after, _ = update(state, found, {})
+            change = _change(trainer.numbers(trainer.unfolded(after.params)), first_params)
+            ran += collectives(text_of(update), engine.mesh)
+    return Taken(first_params, first_variables, loss, scale, grads, variables, loads, change, ran)
+
+
+def _on_one_device(
+    other: Side, taken: Taken, seed: int | None, searches: bool
+) -> tuple[float, float, dict[str, dict[str, float]]]:
+    """Take the step on one device. Return its loss, its gradient norm, and how much each array differs on the mesh.
+
+    It begins with the weights of `seed`, or, for None, with those that the mesh began with.
+    """
+    there = other.engine
+    with jax.set_mesh(there.mesh), jax.default_device(there.first_device), as_one_device():
+        if seed is None:
+            state = other.begun_with(taken.first_params, taken.first_variables)
+        else:
+            state = there.init(seed)
+        state = _with_scale(state, taken.scale)
+        wanted: Gradients = there.differentiate(state, other.batch())
+        wanted_grads = other.numbers(wanted.grads)
+        errors = {
+            "first parameters": _errors(taken.first_params, other.numbers(there.step.whole(state), jnp.number)),
+            "gradients": _errors(taken.grads, wanted_grads),
+            "variables": _errors(taken.variables, other.numbers(wanted.variables)),
+            "loads of experts": _errors(taken.loads, other.loads(wanted.sums)),
+        }
+        if not searches:
+            # By the same gradients: an update such as Adam's makes much of the rounding of one that is zero.
+            given = wanted._replace(
+                grads=placed(taken.grads, wanted.grads),
+                loss=jax.device_put(taken.loss, wanted.loss.sharding),
+                sums=placed(taken.loads, {BLOCKS: wanted.sums})[BLOCKS],
+            )
+            after, _ = there.update(state, given, {}, ())
+            change = _change(other.numbers(after.params), taken.first_params)
+            errors["changes of parameters"] = _errors(taken.change, change)
+    return float(wanted.loss), _norm(wanted_grads), errors
 
 
 def _scale(state: TrainState) -> float:
@@ -273,11 +318,11 @@ def one_device(engine: Engine, needed: float) -> jax.Device:
         ) from error
 
 
-def _change(after: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _change(after: Numbers, before: Numbers) -> dict[str, np.ndarray]:
     return {name: a.astype(np.float64) - before[name].astype(np.float64) for name, a in after.items()}
 
 
-def _errors(got: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> dict[str, float]:
+def _errors(got: Numbers, wanted: Numbers) -> dict[str, float]:
     """Return the relative difference of each array."""
     floor = FLOOR * _norm(wanted)
     errors = {}
@@ -289,7 +334,7 @@ def _errors(got: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> 
     return errors
 
 
-def _norm(arrays: Mapping[str, np.ndarray]) -> float:
+def _norm(arrays: Numbers) -> float:
     squares = [float(np.sum(np.square(a.astype(np.float64)))) for a in arrays.values()]
     return math.sqrt(math.fsum(squares))
 
