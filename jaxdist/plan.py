@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator
 
@@ -25,6 +25,8 @@ from jaxdist.weights.named import check_described
 if TYPE_CHECKING:
     from jaxdist.planning.search.estimate import Estimate
     from jaxdist.planning.search.plan import Plan
+    from jaxdist.planning.search.refit import Refit
+    from jaxdist.planning.search.sizing_text import Answers, Job
 
 DESCRIPTION = (
     "Rank every way to split the training of a model over the devices of a cluster, by predicted time and memory. "
@@ -67,6 +69,52 @@ EXTRAS = [
 ]
 
 
+class Found(NamedTuple):
+    """A plan, and the answers to what else was asked."""
+
+    plan: Plan
+    job: Job
+    base: Config
+    """The configuration that the job is named for, without options."""
+    answers: Answers
+    why_not: str
+    """Why the mesh of --why-not is not the first; empty where none is named."""
+    fitted: Refit | None
+    """What --fit has found."""
+
+    def json(self) -> dict[str, Any]:
+        """Return the object that --json prints."""
+        from jaxdist.planning.search import refit, text
+
+        answers = self.answers.json(partial(text.json_or_reason, base=self.base))
+        found = text.json(self.plan, self.base, answers, self.why_not)
+        return {"fit": refit.as_json(self.fitted) if self.fitted else None, **found}
+
+    def sections(self, extras: Mapping[str, Any]) -> list[Iterable[str]]:
+        """Return the answers to the questions in `extras`, each as lines; the whole plan where there are none."""
+        from jaxdist.planning.search import refit, slow_link, text
+        from jaxdist.planning.search.sizing_text import run_line
+
+        plan = self.plan
+        sections: list[Iterable[str]] = []
+        if self.why_not:
+            sections.append([self.why_not])
+        if extras["why"]:
+            sections.append(text.why(plan))
+        if extras["trade_off"]:
+            sections.append(text.trade_off(plan))
+        sections += self.answers.sections()
+        changed = slow_link.sentence(plan)
+        if not sections or self.job.found:
+            run = run_line(plan, self.answers.run) if self.answers.run else ""
+            sections.append(text.lines(plan, self.job.name, self.base, run, extras["cluster"]))
+        elif changed:
+            sections.append([changed])
+        if self.fitted:
+            sections.insert(0, refit.lines(self.fitted))
+        return sections
+
+
 def main(argv: list[str] | None = None) -> int:
     """Search for a plan, and print, plot or save it. Returns the exit code."""
     request = arguments(argv, "plan", DESCRIPTION, extras=EXTRAS, knobs=KNOBS)
@@ -74,24 +122,15 @@ def main(argv: list[str] | None = None) -> int:
     request.tell_unused(processes=1)
     check_described(request.config.init_from)
     extras = request.extras
-    if extras["picture"]:
-        check_picture(extras["picture"], "plan.png")
-        check_output("picture", timeline_beside(Path(extras["picture"])), "plan.png")
-    check_output("--save", extras["save"], "plan.toml")
-    check_output("--fit-out", extras["fit_out"], "here.toml")
-    if extras["fit_out"] and not extras["fit"]:
-        raise RequestError(
-            f"--fit-out '{extras['fit_out']}' writes what --fit has found in steps; name files of steps with --fit, "
-            "or leave it out"
-        )
+    check_files(extras)
     steps = measured_steps(extras["fit"].splitlines()) if extras["fit"] else []
 
     # These import jax, which takes seconds: wrong options are reported before.
     from jaxdist.planning.clusters import cluster
-    from jaxdist.planning.search import refit, slow_link, text
+    from jaxdist.planning.search import refit, slow_link
     from jaxdist.planning.search.plan import search
     from jaxdist.planning.search.questions import why_not
-    from jaxdist.planning.search.sizing_text import Answers, Job, Question, find, run_line
+    from jaxdist.planning.search.sizing_text import Answers, Job, Question, find
 
     if extras["why_not"]:
         check_why_not(extras["why_not"], extras["devices"])
@@ -111,37 +150,31 @@ def main(argv: list[str] | None = None) -> int:
     base = load(job.name, {}, knobs=KNOBS)
     plan = search(job.config, job.devices, where)
     slow_link.check_replicas(plan)
-    answers = Answers.of(plan, question, job)
-    reason = ""
-    if extras["why_not"]:
-        reason = why_not(plan, extras["why_not"])
-
+    reason = why_not(plan, extras["why_not"]) if extras["why_not"] else ""
+    found = Found(plan, job, base, Answers.of(plan, question, job), reason, fitted)
     if extras["json"]:
-        found = text.json(plan, base, answers.json(partial(text.json_or_reason, base=base)), reason)
-        print(json.dumps({"fit": refit.as_json(fitted) if fitted else None, **found}))
+        print(json.dumps(found.json()))
     else:
-        sections: list[Iterable[str]] = []
-        if reason:
-            sections.append([reason])
-        if extras["why"]:
-            sections.append(text.why(plan))
-        if extras["trade_off"]:
-            sections.append(text.trade_off(plan))
-        sections += answers.sections()
-        changed = slow_link.sentence(plan)
-        if not sections or job.found:
-            run = run_line(plan, answers.run) if answers.run else ""
-            sections.append(text.lines(plan, job.name, base, run, extras["cluster"]))
-        elif changed:
-            sections.append([changed])
-        if fitted:
-            sections.insert(0, refit.lines(fitted))
-        print("\n\n".join("\n".join(lines) for lines in sections))
+        print("\n\n".join("\n".join(lines) for lines in found.sections(extras)))
     if extras["picture"]:
-        _draw(plan, answers.compared, Path(extras["picture"]))
+        _draw(plan, found.answers.compared, Path(extras["picture"]))
     if extras["save"]:
         write_whole(Path(extras["save"]), to_toml(plan.ranked[0].config))
     return 0
+
+
+def check_files(extras: Mapping[str, Any]) -> None:
+    """Raise `RequestError` where a file cannot be written, or has nothing to hold."""
+    if extras["picture"]:
+        check_picture(extras["picture"], "plan.png")
+        check_output("picture", timeline_beside(Path(extras["picture"])), "plan.png")
+    check_output("--save", extras["save"], "plan.toml")
+    check_output("--fit-out", extras["fit_out"], "here.toml")
+    if extras["fit_out"] and not extras["fit"]:
+        raise RequestError(
+            f"--fit-out '{extras['fit_out']}' writes what --fit has found in steps; name files of steps with --fit, "
+            "or leave it out"
+        )
 
 
 def shipped_models(overrides: Mapping[str, str]) -> dict[str, Config]:
