@@ -1,6 +1,10 @@
 """How long the first run of the tutorial takes to its first step, with and without kept programs.
 
-    python benchmarks/first_step.py [--times 2] [--steps 2] [--out RESULTS.txt]
+    python benchmarks/first_step.py [--times 2] [--steps 2] [--rows ROW ...] [--out RESULTS.txt] [-- OPTION ...]
+
+OPTIONs are those of train; the whole first command of the README is
+
+    python benchmarks/first_step.py --steps 150 --rows first cold -- --mesh 2x1x1
 
 Each row starts the command once, with a cache folder of its own:
 
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,8 +33,8 @@ from pathlib import Path
 ROWS = ("first", "no cache", "cold", "warm")
 
 
-def measure(row: str, folder: Path, steps: int) -> str:
-    """Run the command, and describe it in a line."""
+def measure(row: str, folder: Path, steps: int, options: list[str]) -> str:
+    """Run the command with these options, and describe it in a line."""
     if row in ("first", "cold"):
         for programs in folder.glob("cache/programs*"):
             shutil.rmtree(programs)
@@ -37,7 +42,7 @@ def measure(row: str, folder: Path, steps: int) -> str:
     if row == "no cache":
         environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     command = [sys.executable, "-m", "jaxdist.train", "--run-dir", str(folder / "run")]
-    command += ["--train.steps", str(steps), "--log.every", "1"]
+    command += ["--train.steps", str(steps), "--log.every", "1", *options]
     shutil.rmtree(folder / "run", ignore_errors=True)
     began = time.monotonic()
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, bufsize=1)
@@ -68,16 +73,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("options", nargs="*", help="of train, after --")
     asked = parser.parse_args()
     lines = [
-        f"$ python benchmarks/first_step.py --times {asked.times} --steps {asked.steps}",
+        f"$ python {shlex.join(['benchmarks/first_step.py', *sys.argv[1:]])}",
         f"jax {version('jax')}, Python {sys.version.split()[0]}, {len(os.sched_getaffinity(0))} cores",
     ]
     print("\n".join(lines))
     with tempfile.TemporaryDirectory() as folder:
-        for row in [ROWS[0], *ROWS[1:] * asked.times]:
-            lines.append(measure(row, Path(folder), asked.steps))
+        once = [row for row in asked.rows if row == ROWS[0]]
+        again = [row for row in asked.rows if row != ROWS[0]]
+        for row in [*once, *again * asked.times]:
+            lines.append(measure(row, Path(folder), asked.steps, asked.options))
             print(lines[-1], flush=True)
             if asked.out:
                 asked.out.write_text("\n".join(lines) + "\n")

@@ -1,6 +1,9 @@
 """Model the time of a step on H100s by rooflines, from the program that is compiled for them: no GPU is needed.
 
-    python benchmarks/roofline.py [--out RESULTS.txt] [--longest N] [--set KNOB=VALUE ...] [ROW ...]
+    python benchmarks/roofline.py [--out RESULTS.txt] [--longest N] [--brief] [ROW ...] [--set KNOB=VALUE ...]
+
+A row is one of `ROWS`, or a request of your own, in quotes: "llama_1b mesh=8x1x1 train.global_batch_size=64". With
+--brief each row takes a line: milliseconds of the step, those of casts, and the request.
 
 Each kernel of the compiled program takes the time of its FLOPs or of its bytes, whichever is longer, at the rates of
 `RATES`, which are assumed. What a collective sends takes the planner's time, and is exposed as far as the kernels
@@ -108,7 +111,7 @@ SOURCES = (
     (SWIGLU, re.compile(r"activations\.py|layers\.py:GatedMLP")),
     (LOSS, re.compile(r"loss\.py|vocabulary\.py|tensor\.py:lookup|inputs\.py")),
     (NORMS, re.compile(r"models/norms\.py|models/decoder\.py:Block")),
-    (HEADS, re.compile(r"models/attention\.py|layers\.py:GroupedAttention|positions\.py")),
+    (HEADS, re.compile(r"models/(blocked_)?attention\.py|layers\.py:GroupedAttention|positions\.py")),
     (CASTS, re.compile(r"Model\.cast|zero\.py|sink\.py")),
     (OPTIMIZER, re.compile(r"optax|optimizer\.py|step\.py|group_norms\.py")),
 )
@@ -323,9 +326,23 @@ class Row(NamedTuple):
     """Seconds of the FLOPs of the model at the peak of the data sheet."""
 
 
+def request_of(name: str) -> tuple[str, dict[str, str]]:
+    """Return (CONFIG, options) of a row of `ROWS`, or of a text "CONFIG KNOB=VALUE ..."."""
+    if name in ROWS:
+        return ROWS[name]
+    file, *options = name.split()
+    return file, dict(option.split("=", 1) for option in options)
+
+
+def said(name: str) -> str:
+    """Return the request of a row as text."""
+    file, options = request_of(name)
+    return " ".join([file, *(f"{knob}={value}" for knob, value in options.items())])
+
+
 def row(name: str, knobs: Mapping[str, str]) -> Row:
-    """Compile the step of a row of `ROWS`, changed by `knobs`, and model it."""
-    file, options = ROWS[name]
+    """Compile the step of the row of this name, changed by `knobs`, and model it."""
+    file, options = request_of(name)
     config = load(file, {**options, **knobs})
     report = explain(config, TARGET)
     time = Roofline(report.program.text, report.mesh).time
@@ -333,15 +350,28 @@ def row(name: str, knobs: Mapping[str, str]) -> Row:
     return Row(name, report, time, flops_per_token(config.model) * tokens / GPUS[TARGET].peak)
 
 
+def head(name: str, number: int) -> str:
+    """Return what stands above the column of a row: a request would be too wide."""
+    return name if name in ROWS else f"row {number}"
+
+
 def lines(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the table of all rows, in milliseconds."""
-    columns = [("ms", *(one.name for one in rows))]
+    columns = [("ms", *(head(one.name, number) for number, one in enumerate(rows, start=1)))]
     for kind in KINDS:
         columns.append((kind, *(f"{1e3 * one.time.by_kind[kind]:.1f}" for one in rows)))
     columns.append(("step", *(f"{1e3 * one.time.total:.1f}" for one in rows)))
     columns.append(("of the peak", *(f"{one.ideal / one.time.total:.1%}" for one in rows)))
     columns.append(("collectives take", *(f"{1e3 * one.time.sent:.1f}" for one in rows)))
     columns.append(("GiB of a GPU", *(f"{one.report.program.peak_bytes / 2**30:.1f}" for one in rows)))
+    yield from table(columns)
+
+
+def brief(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a line for each row: milliseconds of its step, those of casts, and its request."""
+    columns = [("step ms", "casts ms", "request")]
+    for one in rows:
+        columns.append((f"{1e3 * one.time.total:.1f}", f"{1e3 * one.time.by_kind[CASTS]:.1f}", said(one.name)))
     yield from table(columns)
 
 
@@ -357,22 +387,25 @@ def longest(one: Row, count: int) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; all by default")
+    parser.add_argument("rows", nargs="*", help=f"{', '.join(ROWS)}, all by default, or 'CONFIG KNOB=VALUE ...'")
+    parser.add_argument("--brief", action="store_true", help="print a line for each row, not a table")
     parser.add_argument("--set", nargs="*", default=[], help="KNOB=VALUE of all rows")
     parser.add_argument("--longest", type=int, default=0, help="also list so many kernels of each row")
     parser.add_argument("--out", type=Path, help="add the lines to this file too")
     asked = parser.parse_args()
-    unknown = [name for name in asked.rows if name not in ROWS]
+    unknown = [name for name in asked.rows if name not in ROWS and "=" not in name]
     if unknown:
-        parser.error(f"{', '.join(unknown)} is no row; ask for {', '.join(ROWS)}")
+        parser.error(f"{', '.join(unknown)} is no row; ask for {', '.join(ROWS)}, or write 'CONFIG KNOB=VALUE ...'")
     knobs = dict(text.split("=", 1) for text in asked.set)
     rows = [row(name, knobs) for name in asked.rows or ROWS]
     told = [f"jax {jax.__version__}, {TARGET}, {' '.join(asked.set) or 'nothing set'}"]
-    for one in rows:
-        file, options = ROWS[one.name]
-        told.append(f"{one.name}: {file} {' '.join(f'{knob}={value}' for knob, value in options.items())}")
-        told += one.report.program.notes
-    told += lines(rows)
+    if asked.brief:
+        told += brief(rows)
+    else:
+        for number, one in enumerate(rows, start=1):
+            told.append(f"{head(one.name, number)}: {said(one.name)}")
+            told += one.report.program.notes
+        told += lines(rows)
     for one in rows if asked.longest else ():
         told += longest(one, asked.longest)
     print("\n".join(told))

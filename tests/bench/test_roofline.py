@@ -75,10 +75,15 @@ def program(*body: str) -> str:
 
 
 @pytest.fixture
-def modelled(monkeypatch):
+def roofline(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import roofline
 
+    return roofline
+
+
+@pytest.fixture
+def modelled(roofline):
     def of(*body: str) -> dict[str, float]:
         """Microseconds by kind, of one turn of the loop."""
         time = roofline.Roofline(program(*body), abstract_mesh(parse_mesh("8x1x1"))).time
@@ -133,3 +138,13 @@ def test_what_cannot_be_modelled_is_an_error(modelled):
         modelled("f64[8,8]{1,0} constant({...})", "f64[8,8]{1,0} dot(%0, %0), lhs_contracting_dims={1}")
     with pytest.raises(ValueError, match="attention of a form"):
         modelled(ATTENTION.replace("CAUSAL", "PADDING"))
+
+
+def test_a_row_may_be_a_request_of_ones_own(roofline):
+    mesh = "data=4,expert=2"
+    assert roofline.request_of(f"olmoe_1b_7b mesh={mesh} parallel.zero=3") == (
+        "olmoe_1b_7b",
+        {"mesh": mesh, "parallel.zero": "3"},
+    )
+    assert roofline.request_of("8b block") == roofline.ROWS["8b block"]
+    assert roofline.said("8b loop").startswith("llama_8b precision=bfloat16 mesh=8x1x1 ")
