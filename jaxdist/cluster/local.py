@@ -112,14 +112,11 @@ class Supervisor:
                 return DONE
             if self.stop_signal:
                 return self._report_stop(after, codes, first)
-            what = f"process {first} {describe_exit(codes[first])}"
-            if self.script and is_result(codes[first]):
-                self.tell(f"process {first} ended with exit code {codes[first]}; that is not tried again")
-                return codes[first]
-            if REFUSED in codes:
-                self.tell(f"{what}; that is not tried again")
-                return REFUSED
+            refused = self._report_refusal(codes, first)
+            if refused is not None:
+                return refused
 
+            what = f"process {first} {describe_exit(codes[first])}"
             before = newest
             newest = self.newest()
             if newest == before:
@@ -138,14 +135,28 @@ class Supervisor:
                 fewer = self._leave_out(first)
             if fewer:
                 failures_in_a_row = 0
-            if newest or not self.script:
-                where = self.goes_back() or (f"step {newest}" if newest else "the beginning")
-                self.tell(f"{what}; all are started again from {where}{fewer}")
-            else:
-                # Where a script goes on, and from what, is its own affair.
-                self.tell(f"{what}; all are started again")
+            self._report_restart(what, newest, fewer)
             restarted.append(now)
             tries += 1
+
+    def _report_refusal(self, codes: Sequence[int], first: int) -> int | None:
+        """Report that the job ends as it would each time, and return its exit code; None where another try may help."""
+        if self.script and is_result(codes[first]):
+            self.tell(f"process {first} ended with exit code {codes[first]}; that is not tried again")
+            return codes[first]
+        if REFUSED in codes:
+            self.tell(f"process {first} {describe_exit(codes[first])}; that is not tried again")
+            return REFUSED
+        return None
+
+    def _report_restart(self, what: str, newest: int, fewer: str) -> None:
+        """Report `what` happened, and where the job goes on whose newest checkpoint is this, with `fewer` processes."""
+        if newest or not self.script:
+            where = self.goes_back() or (f"step {newest}" if newest else "the beginning")
+            self.tell(f"{what}; all are started again from {where}{fewer}")
+        else:
+            # Where a script goes on, and from what, is its own affair.
+            self.tell(f"{what}; all are started again")
 
     def _report_stop(self, after: str, codes: Sequence[int], first: int) -> int:
         """Report that a signal has ended the job, whose processes have these exit codes, and return the exit code."""
