@@ -2,7 +2,7 @@
 
 XLA's fast CPU kernels do not take a left operand that is contracted over its leading dims, as activations [B, S, D] are
 for a gradient [D, F]. Written out transposed, behind a barrier that keeps the compiler from folding the transpose back
-into the matmul, it is one that they take. `models.attention` and `models.loss` do the same in their own matmuls.
+into the matmul, it is one that they take. `models.blocked_attention` and `models.loss` do so in theirs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from jaxdist.config.matmuls import SPLIT, STREAM, Matmul, matmuls_of, normed_bef
 from jaxdist.mesh.context import WIDE, ulysses_elements
 from jaxdist.mesh.split import heads_of, own_heads
 from jaxdist.models import ring_blocks
-from jaxdist.models.attention import AttentionCall, block_keys, block_rows
+from jaxdist.models.attention import AttentionCall
+from jaxdist.models.blocked_attention import block_keys, block_rows
 from jaxdist.models.loss import chunk_rows
 from jaxdist.parallel.vocabulary import Vocabulary
 from jaxdist.planning.memory_habits import LOGITS, Arrays, as_held

@@ -10,7 +10,8 @@ import pytest
 
 from jaxdist import models
 from jaxdist.config import ModelConfig
-from jaxdist.models.attention import AttentionCall, block_keys, causal_attention
+from jaxdist.models.attention import AttentionCall, causal_attention
+from jaxdist.models.blocked_attention import block_keys
 from jaxdist.models.scores import Scores
 from jaxdist.planning.activations import in_layer
 from jaxdist.sharding import Layout, wide

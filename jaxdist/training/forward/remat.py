@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from jaxdist.models.attention import ATTENTION, is_cudnn_forward
+from jaxdist.models.attention import is_cudnn_forward
+from jaxdist.models.blocked_attention import ATTENTION
 from jaxdist.parallel.experts import ROUTING
 from jaxdist.parallel.tensor import PRODUCT
 from jaxdist.sharding import HOST
