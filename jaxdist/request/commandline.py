@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -73,6 +73,9 @@ PLANNED_KNOBS = (
 )
 """Knobs that `--mesh auto` decides besides the mesh. What changes the loss it takes as it is given."""
 
+Positional = Literal["CONFIG", "RUN", "RUNS", "PATH"]
+"""What the words of a command are that are no options."""
+
 CONFIG_ENDING = ".toml"
 """Of a PATH that is a CONFIG, whose data are meant."""
 
@@ -126,7 +129,7 @@ def arguments(
     command: str,
     description: str,
     *,
-    positional: Literal["CONFIG", "RUN", "RUNS", "PATH"] | None = "CONFIG",
+    positional: Positional | None = "CONFIG",
     extras: Sequence[Extra] = (),
     knobs: Collection[str] | None = None,
     pretrained: bool = False,
@@ -150,53 +153,66 @@ def arguments(
         print(help_text(command, description, positional, extras, knobs))
         raise HelpShown(positional, extras, [name for name in KNOBS if knobs is None or within(name, knobs)])
     scan = Scan.of(argv, extras)
-    problems = scan.problems
-    word = scan.positionals[0] if scan.positionals else None
-    config = None
-    run = None
-    no_run = False
-    if positional == "RUN" and pretrained and word and model_folder(Path(word)) and not is_adapters(Path(word)):
-        # Not the name of a shipped config, which a folder may have too.
-        config = os.path.join(os.curdir, word)
-        knobs = (*(knobs or ()), "model.sequence")
-    elif positional == "RUN":
-        config, problem = _config_of_run(command, word, of_fit)
-        if problem:
-            problems.append(problem)
-            no_run = True
-        else:
-            run = Path(word or "")
-    elif positional == "RUNS":
-        problems += _problems_of_runs(command, scan.positionals)
-    elif positional == "PATH" and word is not None and not word.endswith(CONFIG_ENDING):
-        scan.add("data.path", word)
-    elif positional:
-        config = word
-    surplus = scan.positionals[1:] if positional else scan.positionals
-    words = tuple(scan.positionals) if positional == "RUNS" else ()
-    if words:
-        surplus = []
-    problems += _unexpected(surplus)
-
+    named = _named(scan, command, positional, pretrained, of_fit)
+    if named.knobs:
+        knobs = (*(knobs or ()), *named.knobs)
+    problems = [*scan.problems, *named.problems]
     chosen = {extra.name: extra.default for extra in extras}
     for extra in extras:
         if extra.name in scan.options:
             _set_extra(extra, scan.options.pop(extra.name), chosen, problems)
     # Without the config of the run, no value of a knob can be checked.
-    failed = KNOBS if no_run else scan.failed
-    result, more = read(config, scan.options, failed, knobs, also=chosen, run=run)
-    problems = problems + more
+    failed = KNOBS if named.no_run else scan.failed
+    result, more = read(named.config, scan.options, failed, knobs, also=chosen, run=named.run)
+    problems += more
     planned = [option(name) for name in scan.options if within(name, PLANNED_KNOBS)]
     if result.mesh == AUTO and planned:
         problems.append(f"--mesh {AUTO} decides {', '.join(planned)} too; leave it out, or write the mesh")
     if problems:
         raise RequestError(*problems)
+    word = scan.positionals[0] if scan.positionals else None
     if positional == "RUN":
         assert word is not None
         # The folder may have been moved since the run wrote its config.
         result = result.model_copy(update={"run_dir": Path(word)})
-    note = "" if positional == "RUN" else batch_note(config, result, scan.options)
-    return Request(result, word, scan.options, chosen, words, (note,) if note else ())
+    note = "" if positional == "RUN" else batch_note(named.config, result, scan.options)
+    return Request(result, word, scan.options, chosen, named.words, (note,) if note else ())
+
+
+class _Named(NamedTuple):
+    """What the words of a command line name that are no options."""
+
+    config: str | None = None
+    """The configuration: the name of a shipped one, or a file; None: all knobs have their defaults."""
+    run: Path | None = None
+    """The folder of the run whose configuration it is."""
+    words: tuple[str, ...] = ()
+    """All RUNS of a command that takes several."""
+    knobs: tuple[str, ...] = ()
+    """Further knobs that may stand beside such a name."""
+    problems: Sequence[str] = ()
+    no_run: bool = False
+    """Whether a run is needed, and none could be found."""
+
+
+def _named(scan: Scan, command: str, positional: Positional | None, pretrained: bool, of_fit: bool) -> _Named:
+    """Return what the words name, as `arguments` takes them. A PATH is added to the options."""
+    if positional == "RUNS":
+        return _Named(words=tuple(scan.positionals), problems=list(_problems_of_runs(command, scan.positionals)))
+    word = scan.positionals[0] if scan.positionals else None
+    surplus = list(_unexpected(scan.positionals[1:] if positional else scan.positionals))
+    if positional == "RUN" and pretrained and word and model_folder(Path(word)) and not is_adapters(Path(word)):
+        # Not the name of a shipped config, which a folder may have too.
+        return _Named(os.path.join(os.curdir, word), knobs=("model.sequence",), problems=surplus)
+    if positional == "RUN":
+        config, problem = _config_of_run(command, word, of_fit)
+        if problem:
+            return _Named(problems=[problem, *surplus], no_run=True)
+        return _Named(config, Path(word or ""), problems=surplus)
+    if positional == "PATH" and word is not None and not word.endswith(CONFIG_ENDING):
+        scan.add("data.path", word)
+        return _Named(problems=surplus)
+    return _Named(word if positional else None, problems=surplus)
 
 
 def _unexpected(surplus: Sequence[str]) -> Iterator[str]:
