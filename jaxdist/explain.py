@@ -134,11 +134,9 @@ def _compiled(
     from jaxdist.cluster.rendezvous import across_hosts
     from jaxdist.mesh import AXES, abstract_mesh
     from jaxdist.models.attention import AttentionCall
-    from jaxdist.planning import clusters
     from jaxdist.planning.sharded_model import ShardedModel
     from jaxdist.programs.cross_compile import compile_apart
     from jaxdist.programs.target import gpu_of
-    from jaxdist.programs.target import hosts as hosts_of
     from jaxdist.sharding import Layout
 
     gpu = gpu_of(target) if target else None
@@ -146,17 +144,8 @@ def _compiled(
     config = split.config
     layout = Layout.of(split, mesh, gpu or CPU)
     program = compile_apart(lower, target, count)
-    notes = []
-    if target:
-        # Neighbours in the mesh share a host, as in a run.
-        hosts = where or clusters.of_gpu(target)
-        per_host = hosts.per_host if hosts else count
-        host_of = [number // per_host for number in numbers.ravel().tolist()]
-        if hosts and not hosts.fills_hosts(count):
-            number, each = hosts_of(target, count)
-            notes.append(f"{count} devices do not fill hosts of {per_host}: compiled as {number} hosts of {each}")
-    else:
-        host_of = [0] * mesh.size
+    host_of, note = _hosts(numbers, count, target, where)
+    notes = [note] if note else []
     sequence = bool(layout.sequence_parallel)
     across = across_hosts(mesh, host_of)
     options = xla_options.options(
@@ -177,6 +166,26 @@ def _compiled(
     program = replace(program, notes=tuple(notes))
     sharded = ShardedModel(split, models.build(config.model, layout), layout)
     return kind(sharded, mesh, program, target, gpu, where)
+
+
+def _hosts(numbers: np.ndarray, count: int, target: str | None, where: Cluster | None) -> tuple[list[int], str]:
+    """Return the host of each of the devices, of which there are `count`, and what is to be told of hosts, if anything.
+
+    CPU devices share one host.
+    """
+    from jaxdist.planning import clusters
+    from jaxdist.programs.target import hosts as hosts_of
+
+    if not target:
+        return [0] * numbers.size, ""
+    # Neighbours in the mesh share a host, as in a run.
+    hosts = where or clusters.of_gpu(target)
+    per_host = hosts.per_host if hosts else count
+    host_of = [number // per_host for number in numbers.ravel().tolist()]
+    if not hosts or hosts.fills_hosts(count):
+        return host_of, ""
+    number, each = hosts_of(target, count)
+    return host_of, f"{count} devices do not fill hosts of {per_host}: compiled as {number} hosts of {each}"
 
 
 class CPU:
