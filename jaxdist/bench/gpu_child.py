@@ -25,6 +25,8 @@ from jaxdist.output import units
 from jaxdist.request import load
 
 if TYPE_CHECKING:
+    import jax
+
     from jaxdist.bench.measuring import Timed
 
 ROWS = (16, 8, 4, 2, 1)
@@ -59,42 +61,17 @@ def main(question: str, answer: str) -> None:
 
 def device(phase: Note) -> Iterator[dict[str, Any]]:
     """Yield the device and its versions, then also its rates, then also the numerics of the fast kernels."""
-    import jax
-    import jax.numpy as jnp
-
     from jaxdist.bench import calibration
-    from jaxdist.cluster.runtime import capacity, start
+    from jaxdist.cluster.runtime import start
     from jaxdist.mesh import parse_mesh
-    from jaxdist.models.numerics import Sizes, attention, everything, ring_of_cudnn
 
     phase("starting")
     mesh = start(parse_mesh("1x1x1"))
     here = mesh.devices.flat[0]
-    if here.platform == "cpu":
-        dtype = jnp.dtype(jnp.float32)
-        sequence = 64
-        scale = calibration.CPU
-    else:
-        dtype = jnp.dtype(jnp.bfloat16)
-        sequence = 2048
-        scale = calibration.GPU
-    wide = Sizes(2, sequence, heads=6, kv_heads=2, size=128, mlp=8 * sequence, vocab=16 * sequence)
-    narrow = Sizes(2, sequence, heads=8, kv_heads=2, size=64)
-    found: dict[str, Any] = {
-        "device": here.device_kind,
-        "platform": here.platform,
-        "platform_version": jax.devices()[0].client.platform_version,
-        "compute_capability": str(getattr(here, "compute_capability", "")),
-        "capacity_bytes": capacity(here),
-        **{name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
-        "dtype": dtype.name,
-        "matmuls": [],
-        "copy_bytes_per_second": None,
-        "attention": [],
-        "numerics": [],
-    }
+    on_cpu = here.platform == "cpu"
+    found = _described(here, "float32" if on_cpu else "bfloat16")
     yield found
-    watch = calibration.Watch(mesh, scale, phase)
+    watch = calibration.Watch(mesh, calibration.CPU if on_cpu else calibration.GPU, phase)
     for shape in watch.scale.shapes:
         found["matmuls"].append(watch.matmul(*shape))
         yield found
@@ -104,15 +81,48 @@ def device(phase: Note) -> Iterator[dict[str, Any]]:
         found["attention"].append(watch.attention(size))
         yield found
     phase("comparing with float32")
-    for one in everything(wide, dtype, here):
-        found["numerics"].append(_accuracy(one, one.what))
+    for one in _compared(here, found["dtype"]):
+        found["numerics"].append(one)
         yield found
-    found["numerics"] += [_accuracy(one, f"{one.what}, heads of 64") for one in attention(narrow, dtype, here)]
-    yield found
+
+
+def _described(here: jax.Device, dtype: str) -> dict[str, Any]:
+    """Return the device and its versions, with room for its rates and numerics."""
+    from jaxdist.cluster.runtime import capacity
+
+    return {
+        "device": here.device_kind,
+        "platform": here.platform,
+        "platform_version": here.client.platform_version,
+        "compute_capability": str(getattr(here, "compute_capability", "")),
+        "capacity_bytes": capacity(here),
+        **{name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
+        "dtype": dtype,
+        "matmuls": [],
+        "copy_bytes_per_second": None,
+        "attention": [],
+        "numerics": [],
+    }
+
+
+def _compared(here: jax.Device, dtype: str) -> Iterator[dict[str, Any]]:
+    """Yield how far each fast form is from plain float32."""
+    import jax.numpy as jnp
+
+    from jaxdist.models.numerics import Sizes, attention, everything, ring_of_cudnn
+
+    on_cpu = here.platform == "cpu"
+    sequence = 64 if on_cpu else 2048
+    wide = Sizes(2, sequence, heads=6, kv_heads=2, size=128, mlp=8 * sequence, vocab=16 * sequence)
+    narrow = Sizes(2, sequence, heads=8, kv_heads=2, size=64)
+    for one in everything(wide, jnp.dtype(dtype), here):
+        yield _accuracy(one, one.what)
+    for one in attention(narrow, jnp.dtype(dtype), here):
+        yield _accuracy(one, f"{one.what}, heads of 64")
     # The half-blocks of a ring are cuDNN's, so elsewhere there is nothing to compare.
-    if here.platform != "cpu":
-        found["numerics"] += [_accuracy(one, one.what) for one in ring_of_cudnn(wide, dtype, here)]
-        yield found
+    if not on_cpu:
+        for one in ring_of_cudnn(wide, jnp.dtype(dtype), here):
+            yield _accuracy(one, one.what)
 
 
 def _accuracy(one, name: str) -> dict[str, Any]:
