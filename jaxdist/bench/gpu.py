@@ -130,7 +130,7 @@ def _case(name: str) -> tuple[str, dict[str, str]]:
 class Bench:
     """Runs the parts, one process after the other, and collects the results."""
 
-    def __init__(self, options: dict[str, Any], command: str, before: dict[str, Any] | None = None):
+    def __init__(self, options: dict[str, Any], command: str, before: dict[str, Any] | None):
         """`before` is an earlier result, which is completed."""
         self.options = options
         self.began = time.monotonic()

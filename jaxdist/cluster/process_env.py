@@ -141,7 +141,7 @@ def find(options: ClusterConfig, environment: Mapping[str, str] = os.environ) ->
     return ProcessEnv(first.processes, first.process, reachable(address), first.source, gpus, site)
 
 
-def site_of(name: str, environment: Mapping[str, str] = os.environ) -> str:
+def site_of(name: str, environment: Mapping[str, str]) -> str:
     """Return the site of this process: the `name` it was given, or where that is `slurm`, its switch in Slurm's tree.
 
     The top switch joins all sites, so that a site is what hangs below it. Raises `RequestError` where Slurm's topology

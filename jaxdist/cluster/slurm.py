@@ -330,7 +330,7 @@ def check_container(image: str) -> None:
         )
 
 
-def check_partition(name: str, nodes: str, spares: int = 0) -> None:
+def check_partition(name: str, nodes: str, spares: int) -> None:
     """Raise `RequestError` if a job asks for more nodes than its partition has or allows: it would wait forever.
 
     It asks for `nodes`, and for `spares` further ones.

@@ -90,7 +90,7 @@ PRECISIONS: dict[str, Precision] = {
 """The rows by name."""
 
 
-def meaning_of_auto(cpu: bool, capability: Capability = ()) -> PrecisionName:
+def meaning_of_auto(cpu: bool, capability: Capability) -> PrecisionName:
     """Return what `auto` stands for on these devices: bfloat16 on GPUs that have it, float16 on others."""
     if cpu:
         return "float32"

@@ -201,7 +201,7 @@ class Source:
         """The paths of the files."""
         return [file.path for file in self.files]
 
-    def changed_files(self, on_read: OnRead = unseen) -> list[Path] | None:
+    def changed_files(self, on_read: OnRead) -> list[Path] | None:
         """Read all files, and return those whose content is not what is `known` of them; None if nothing is known."""
         contents = known_before(CONTENTS, self.paths)
         if contents is None:

@@ -92,7 +92,7 @@ class Source:
 class Exporter:
     """Makes the tensors of theirs from our stored parameters."""
 
-    def __init__(self, model: ModelConfig, arrays: Mapping[str, Readable], dtype: str, model_type: str | None = None):
+    def __init__(self, model: ModelConfig, arrays: Mapping[str, Readable], dtype: str, model_type: str | None):
         """Take the arrays as the parameters of `model`. Raises `RequestError` where they are others."""
         self._arrays = arrays
         self._dtype = dtype

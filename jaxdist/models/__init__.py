@@ -162,7 +162,7 @@ class Model:
         return stack.alone(self._layer(stack.of(blocks), stack.kinds[0]).steered(aux))
 
     def block_with(
-        self, layer: Params, x: Float[Array, "B S D"], inputs: BlockInputs, attend: Attend, kind: int = 0
+        self, layer: Params, x: Float[Array, "B S D"], inputs: BlockInputs, attend: Attend, kind: int
     ) -> tuple[Float[Array, "B S D"], Any]:
         """Return (the residual stream after one layer whose heads `attend`, what that returns beside its result)."""
         x, _, further = self._layer(layer, kind)(x, inputs, attend)

@@ -32,7 +32,7 @@ def call_on_all_rows(
     weights: Params,
     variables: Params,
     batch: Tree,
-    out: Tree = P(),  # noqa: B008  # it cannot be changed
+    out: Tree,
     sinks: Params | None = None,
 ) -> Any:
     """Call the module as if on one device, and let XLA partition it; the result is laid out as the specs `out` say.

@@ -33,7 +33,7 @@ def cache_bytes(sharded: ShardedModel, rows: int, length: int | None = None) -> 
     return of_layers * own_rows * kept * sharded.split.width
 
 
-def keeps_whole(sharded: ShardedModel, room: float | None, beside: int = 0) -> bool:
+def keeps_whole(sharded: ShardedModel, room: float | None, beside: int) -> bool:
     """Return whether generation gathers the weights of ZeRO 3 once, and not in each layer for each token.
 
     It does where they take at most half of what `beside` leaves of the `room` bytes of a device. On a GPU it then also

@@ -59,7 +59,7 @@ def head_seconds(config: Config, cluster: Cluster, tokens: Numbers, parts: Numbe
     return passes * head_pass_seconds(config, cluster, tokens, parts)
 
 
-def head_pass_seconds(config: Config, cluster: Cluster, tokens: Numbers, parts: Numbers = 1) -> Numbers:
+def head_pass_seconds(config: Config, cluster: Cluster, tokens: Numbers, parts: Numbers) -> Numbers:
     """Return the seconds of one matmul with the output table."""
     return 2 * tokens * config.model.vocab * config.model.embed / parts / speed_of(config, cluster).matmul
 

@@ -29,6 +29,9 @@ COPY = "copy"
 CALLERS = ("while", "conditional", "call")
 """Operations whose time on a CPU is that of other operations, which are in the trace too."""
 
+LONGEST = 10
+"""Kernels that a summary has at most."""
+
 LONGEST_NAME = 70
 """Characters of a kernel's name that a table shows."""
 
@@ -164,8 +167,8 @@ def covered(kernels: Iterable[Kernel]) -> float:
     return float(np.maximum(reached - np.maximum(spans[:, 0], before), 0).sum())
 
 
-def summarize(kernels: Iterable[Kernel], longest: int = 10) -> Summary:
-    """Return the figures of a trace with its `longest` kernels. Raises `ValueError` where there are no kernels."""
+def summarize(kernels: Iterable[Kernel]) -> Summary:
+    """Return the figures of a trace with the `LONGEST` kernels. Raises `ValueError` where there are no kernels."""
     devices: dict[str, list[Kernel]] = defaultdict(list)
     calls: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
@@ -191,7 +194,7 @@ def summarize(kernels: Iterable[Kernel], longest: int = 10) -> Summary:
         shares.append(communicating / busy[device])
         if communicating:
             exposed.append((covered(computing + collectives) - covered(computing)) / communicating)
-    return Summary(count, rows[:longest], float(np.mean(shares)), float(np.mean(exposed or [0.0])))
+    return Summary(count, rows[:LONGEST], float(np.mean(shares)), float(np.mean(exposed or [0.0])))
 
 
 def table(found: Summary) -> list[str]:

@@ -44,7 +44,7 @@ class Judgement(NamedTuple):
     """By name, for JSON; all of them are finite."""
 
 
-def on_held_out(trained: Trained, job: Job, stride: int | None = None) -> Judgement:
+def on_held_out(trained: Trained, job: Job, stride: int | None) -> Judgement:
     """Judge by the loss on the held-out part of the run's data; with a `stride` rolling, also over an incomplete row.
 
     Raises `NotFinite` where it is no number.

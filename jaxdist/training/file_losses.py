@@ -60,7 +60,7 @@ def file_losses(
     variables: Params,
     files: Sequence[HeldOut],
     stride: int,
-    note: Callable[[], None] = lambda: None,
+    note: Callable[[], None],
 ) -> list[FileLoss]:
     """Return the loss of each file, in windows that begin `stride` tokens apart; call under `jax.set_mesh`.
 

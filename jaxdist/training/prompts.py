@@ -33,7 +33,7 @@ def bucket(tokens: int, sequence: int) -> int:
     return min(size, sequence)
 
 
-def cached_tokens(longest: int, further: int | None, sequence: int, parts: int = 1) -> int:
+def cached_tokens(longest: int, further: int | None, sequence: int, parts: int) -> int:
     """Return how many tokens of each row a cache holds, for prompts of at most `longest` and `further` after them.
 
     None stands for as many as the `sequence` of the model has room for. So that few programs are compiled, it is a

@@ -278,7 +278,7 @@ class Run:
         return {**found.values, "batches": found.batches, f"{self.task.loss_unit}s": found.divisor}
 
 
-def without_data(config: Config, devices: Sequence[jax.Device], sites: int = 1) -> Run:
+def without_data(config: Config, devices: Sequence[jax.Device], sites: int) -> Run:
     """Return the run of `config` over devices in `sites` sites. They need not be there, and no data is read."""
     run = Run(config, devices=devices, sites=sites)
     # For the schedule alone: no data says how many rows an epoch has.

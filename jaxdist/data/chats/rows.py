@@ -148,7 +148,7 @@ def open_chat_rows(
     apart: bool,
     name: str,
     progress: Progress,
-    pairs: bool = False,
+    pairs: bool,
 ) -> ChatRows:
     """Return conversations in rows. The plan is made at the first call, and later read.
 

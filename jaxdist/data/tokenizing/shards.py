@@ -155,7 +155,7 @@ def _shard(kind: str, number: int) -> str:
     return f"{kind}-{number:06}.bin"
 
 
-def open_shards(folder: Path, kind: str, dtype: TokenType, marked: bool = False) -> Tokens:
+def open_shards(folder: Path, kind: str, dtype: TokenType, marked: bool) -> Tokens:
     """Return the tokens of all shards of a kind, in order."""
     whole = folder / f"{kind}.bin"
     paths = [whole] if whole.exists() else sorted(folder.glob(f"{kind}-*.bin"))

@@ -249,7 +249,7 @@ def command(candidate: Estimate, base: Config, name: str) -> str:
     return f"python -m jaxdist.train {quote(name)}{begins} {_options(candidate, base)}"
 
 
-def verification(candidate: Estimate, base: Config, name: str, where: str = "") -> str:
+def verification(candidate: Estimate, base: Config, name: str, where: str) -> str:
     """Return the command that compiles this step: the memory of activations is only estimated here.
 
     It names the cluster, as `where` does, if the GPU alone means another one.
