@@ -23,11 +23,11 @@ FEWEST = 20
 SPIKE_DEVIATIONS = 8.0
 """A spike is so many standard deviations above the median of the lines before it, by their median deviation."""
 
-SPIKE_RATIO = 1.1
-"""A spike is at least that many times this median."""
+SPIKE_ABOVE = 0.1
+"""A spike is above this median by at least that part of its size; a loss of one's own may be negative."""
 
-BACK = 1.05
-"""A spike is over when the loss is below that many times the median before it."""
+BACK = 0.05
+"""A spike is over when the loss is above the median before it by less than that part of its size."""
 
 LISTED = 3
 """Spikes that are listed; of more, those with the highest loss."""
@@ -77,11 +77,12 @@ def _spikes(lines: Sequence[Line], config: Config | None) -> Iterator[str]:
         usual = statistics.median(before)
         deviation = NORMAL * statistics.median(abs(loss - usual) for loss in before)
         line = lines[place]
-        if line.loss <= max(usual + SPIKE_DEVIATIONS * deviation, SPIKE_RATIO * usual):
+        if line.loss <= usual + max(SPIKE_DEVIATIONS * deviation, SPIKE_ABOVE * abs(usual)):
             place += 1
             continue
         # Until it is over, no line is a spike of its own.
-        end = next((later for later in range(place, len(lines)) if lines[later].loss < BACK * usual), len(lines))
+        back = usual + BACK * abs(usual)
+        end = next((later for later in range(place, len(lines)) if lines[later].loss < back), len(lines))
         highest = max(lines[place:end], key=lambda one: one.loss)
         over = f"over at step {lines[end].step}" if end < len(lines) else "not over yet"
         left_out = config.data.skip if config else ""

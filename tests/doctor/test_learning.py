@@ -63,6 +63,18 @@ def test_spikes_are_found_with_the_batches_that_made_them():
     assert first.endswith(f"{way} --data.skip 11-20,2511-2520")
 
 
+def test_a_negative_loss_spikes_and_comes_back_as_another_does():
+    """As a loss function of one's own may be: a tenth of its size is no spike, however calm it was before."""
+    lines = clean(0)
+    for line in of_steps(lines):
+        line["loss"] = -8.0 + 0.001 * line["loss"]
+    of_steps(lines)[200]["loss"] += 0.5
+    of_steps(lines)[250]["loss"] += 3.0
+    (only,) = remarks(lines)
+    assert only.startswith("the loss spiked at step 2510: -4.998 at most, -7.998 before")
+    assert "over at step 2520" in only
+
+
 def test_a_loss_that_stays_high_is_one_spike_and_of_many_the_highest_are_listed():
     lines = clean(1)
     for line in of_steps(lines)[380:]:
