@@ -114,11 +114,42 @@ def within(name: str, chosen: Iterable[str]) -> bool:
     return any(name == one or name.startswith(one + ".") for one in chosen)
 
 
+ELSEWHERE = {
+    **dict.fromkeys(("lr", "max_lr", "peak_lr"), "optimizer.learning_rate"),
+    **dict.fromkeys(("warmup_steps", "warmup_iters"), "optimizer.warmup"),
+    **dict.fromkeys(("dtype", "bf16", "fp16", "fp32", "amp", "mixed_precision"), "precision"),
+    **dict.fromkeys(("fsdp", "zero_stage", "sharding"), "parallel.zero"),
+    **dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "dp_size", "tp_size", "pp_size", "devices", "gpus"), "mesh"),
+    **dict.fromkeys(("output_dir", "out_dir", "outdir", "save_dir", "log_dir", "workdir"), "run_dir"),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "width"), "model.embed"),
+    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "d_ff"), "model.mlp"),
+    **dict.fromkeys(("n_layer", "num_layers", "num_hidden_layers", "depth"), "model.layers"),
+    **dict.fromkeys(("n_head", "num_heads", "num_attention_heads"), "model.heads"),
+    **dict.fromkeys(("seq_len", "seq_length", "block_size", "context_length", "max_length"), "model.sequence"),
+    **dict.fromkeys(("vocab_size",), "model.vocab"),
+    **dict.fromkeys(("grad_accum", "grad_accum_steps", "gradient_accumulation_steps"), "train.accumulation"),
+    **dict.fromkeys(("max_steps", "max_iters", "iterations", "num_steps"), "train.steps"),
+    **dict.fromkeys(("num_epochs", "num_train_epochs"), "train.epochs"),
+    **dict.fromkeys(("save_steps", "save_every", "save_interval", "interval"), "checkpoint.every"),
+    **dict.fromkeys(("eval_steps", "eval_every", "eval_interval"), "validation.every"),
+    **dict.fromkeys(("log_interval", "logging_steps"), "log.every"),
+    **dict.fromkeys(("dataset", "data_path", "data_dir", "file", "files", "train_file"), "data.path"),
+    **dict.fromkeys(("checkpoint_path", "resume_from_checkpoint", "load"), "resume"),
+}
+"""What other trainers call a knob, by the last word of the name: people write what they know."""
+
+SIMILAR = 0.6
+"""How similar two words of one section must be, from 0 to 1."""
+
+SIMILAR_ANYWHERE = 0.7
+"""The same of words of different sections, among which there is always a word that is a bit similar."""
+
+
 def suggest(name: str, names: Iterable[str], form: Callable[[str], str] = str) -> str:
     """Return `did you mean 'x'?` for an invalid name, or the valid names if none is close.
 
-    A name counts as close if its last word is the same, in this section or another, or is similar. `form` writes a
-    name, for example as an option.
+    A name counts as close if its last word is the same, in this section or another, is what other trainers call it
+    (`ELSEWHERE`), or is similar. `form` writes a name, for example as an option.
     """
     names = list(names)
     if name in SECTIONS:
@@ -136,12 +167,16 @@ def suggest(name: str, names: Iterable[str], form: Callable[[str], str] = str) -
 def _close(name: str, siblings: list[str], names: list[str]) -> list[str]:
     """Return the names with the same last word as `name`, or else with a similar one; siblings come first."""
     last = _last_word(name)
-    for pool in (siblings, names):
-        same = [n for n in pool if _last_word(n) == last]
-        if same:
-            return same
-    for pool in (siblings, names):
-        match = difflib.get_close_matches(last, [_last_word(n) for n in pool], n=1)
+    same = [n for n in siblings if _last_word(n) == last]
+    if same:
+        return same
+    if ELSEWHERE.get(last) in names:
+        return [ELSEWHERE[last]]
+    same = [n for n in names if _last_word(n) == last]
+    if same:
+        return same
+    for pool, similar in ((siblings, SIMILAR), (names, SIMILAR_ANYWHERE)):
+        match = difflib.get_close_matches(last, [_last_word(n) for n in pool], n=1, cutoff=similar)
         if match:
             return [n for n in pool if _last_word(n) == match[0]]
     return []

@@ -8,6 +8,7 @@ from jaxdist import launch
 from jaxdist.config import RequestError
 from jaxdist.config.values import Count
 from jaxdist.request import Extra, arguments, load
+from jaxdist.request.knobs import ELSEWHERE, KNOBS
 from tests.request.wrong import Wrong, named
 
 ONE_KNOB = {
@@ -81,6 +82,10 @@ ONE_KNOB = {
 
 NAMES = {
     "misspelt": Wrong("--model.layrs 4", [("unknown option --model.layrs; did you mean '--model.layers'?",)]),
+    "as others call it": Wrong("--lr 0.1", [("unknown option --lr; did you mean '--optimizer.learning-rate'?",)]),
+    "as others call it, in a section": Wrong("--train.lr 1", [("did you mean '--optimizer.learning-rate'?",)]),
+    "as others call a dtype": Wrong("--dtype bfloat16", [("unknown option --dtype; did you mean '--precision'?",)]),
+    "a bit similar": Wrong("--data.filn 1", [("unknown option --data.filn; valid names are --data.path, ",)]),
     "without its section": Wrong("--layers 4", [("--layers", "did you mean '--model.layers'?")]),
     "in a wrong section": Wrong("--train.learning-rate 1", [("did you mean '--optimizer.learning-rate'?",)]),
     "several of that name": Wrong(
@@ -361,3 +366,10 @@ def test_minutes_of_more_than_a_year_are_refused(value):
         load(None, {"checkpoint.minutes": value})
     with pytest.raises(RequestError, match="--minutes is "):
         launch.main(["local", "--processes=1", f"--minutes={value}"])
+
+
+def test_what_others_call_a_knob_is_none_of_ours_and_names_one():
+    assert set(ELSEWHERE.values()) <= set(KNOBS)
+    words = {name.rpartition(".")[2] for name in KNOBS}
+    # The word of a knob leads to that knob already, but for `data.dtype`, which few mean.
+    assert words & set(ELSEWHERE) <= {"dtype"}
