@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Config, RequestError
 from jaxdist.config.values import DevicesOrZero, FileName, Suggested
+from jaxdist.output.patience import saying_that_it_takes
 from jaxdist.planning.hardware import GPUS, PRESETS
 from jaxdist.process.exit_codes import DONE, FAILED
 from jaxdist.request import JSON, STEP_KNOBS, Extra, arguments, check_picture, run
@@ -143,7 +146,11 @@ def _compiled(
     mesh = abstract_mesh(dict(zip(AXES, numbers.shape, strict=True)))
     config = split.config
     layout = Layout.of(split, mesh, gpu or CPU)
-    program = compile_apart(lower, target, count)
+    # In a pipe or a file there is nobody who waits.
+    waits = sys.stderr is not None and sys.stderr.isatty()
+    said = f"compiling   the step for {count} x {target or 'CPU'}"
+    with saying_that_it_takes(partial(print, file=sys.stderr), said) if waits else nullcontext():
+        program = compile_apart(lower, target, count)
     host_of, note = _hosts(numbers, count, target, where)
     notes = [note] if note else []
     sequence = bool(layout.sequence_parallel)

@@ -18,6 +18,7 @@ from jaxdist.cluster.consensus import from_leader, leader
 from jaxdist.cluster.heartbeat import COMPILING, SAVING, STEPPING, VALIDATING, WAITING
 from jaxdist.cluster.job import Job
 from jaxdist.data.batches import Prefetch
+from jaxdist.output.patience import saying_that_it_takes
 from jaxdist.process.exit_codes import DONE, STOPPED
 from jaxdist.training import history
 from jaxdist.training.ending import CANNOT_RESUME, where_it_resumes
@@ -152,7 +153,8 @@ class Trainer:
         """
         self.job.note(COMPILING)
         started = time.perf_counter()
-        self.runner.compile(state)
+        with saying_that_it_takes(self.log.say, "compiling   the train step"):
+            self.runner.compile(state)
         self.log.say(f"compiled    in {time.perf_counter() - started:.1f} s")
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch:
