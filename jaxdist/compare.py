@@ -21,6 +21,9 @@ DESCRIPTION = (
     "Compare runs by what is in their folders: steps, the last and the best loss, tokens per second, hours, and the "
     "knobs in which they differ."
 )
+WIDE = 1e9
+"""A number from which on a cell has its first digits alone."""
+
 EXTRAS = [
     Extra("picture", "", "Draw the losses over steps, tokens and hours into this PNG file.", FileName),
     JSON,
@@ -84,7 +87,10 @@ def _cells(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    if value is None:
+        return "-"
+    # The loss of a run that has diverged may have hundreds of digits.
+    return format(value, form) if abs(value) < WIDE else f"{value:.4g}"
 
 
 if __name__ == "__main__":

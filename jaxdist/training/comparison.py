@@ -103,8 +103,11 @@ def read_run(folder: Path) -> ComparedRun:
     """Return what the folder of a run says of it."""
     run = ComparedRun(str(folder))
     files = RunFolder(folder)
-    _read_lines(run, history.read(files.metrics))
-    if not run.training and not run.validation:
+    lines = history.read(files.metrics)
+    _read_lines(run, lines)
+    if lines and not run.training and not run.validation:
+        run.notes.append(f"no line in metrics.jsonl of {folder} has a finite loss: it has no losses to compare")
+    elif not lines:
         run.notes.append(f"{folder} has no line in metrics.jsonl that can be read: it has no losses to compare")
     if run.training and run.training[-1].step < run.steps:
         run.notes.append(

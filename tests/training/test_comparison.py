@@ -118,6 +118,14 @@ def test_what_a_run_lacks_is_one_sentence(runs, capsys):
     assert all(name in printed(capsys, *names) for name in ("a", "b", "broken", "fit"))
 
 
+def test_a_run_that_has_diverged_says_so_in_a_table_that_can_be_read(runs, capsys):
+    make_run(runs / "wide", [step_line(10, 1e300), step_line(20, -1e300)])
+    make_run(runs / "never", [step_line(10, None)])
+    lines = printed(capsys, "wide", "never").splitlines()
+    assert lines[1].split()[:3] == ["wide", "20", "-1e+300"]
+    assert lines[-1] == "no line in metrics.jsonl of never has a finite loss: it has no losses to compare"
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
