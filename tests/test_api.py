@@ -161,6 +161,7 @@ BATCHES = {
     "unequal": ({"x": np.ones((16, 12)), "label": np.ones(8)}, r"label of shape \(8,\), x of shape \(16, 12\)"),
     "a table": ({"x": np.ones((16, 12)), "rate": np.ones(3)}, r"rate of shape \(3,\), .*; give .* by batch_dims which"),
     "lists": ({"x": np.ones((16, 12)).tolist()}, r"no array of the batch \(x.0.0, .*\) has rows"),
+    "a list of texts": ({"x": np.ones((16, 12)), "name": ["a"] * 16}, r"name.0 of a batch holds <U1; give numbers"),
     "text": ({"x": np.array(["a"] * 16)}, r"x of a batch holds <U1; give numbers"),
 }
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.api.request import Batch, rows_of
+from jaxdist.api.request import Batch, check_numbers, rows_of
 from jaxdist.data.batches import BatchLayout, global_batch
 from jaxdist.output.units import counted
 from jaxdist.parallel.arranged import Arranged, BatchDims, arrange
@@ -134,6 +134,7 @@ class Batches:
             raise ValueError(f"{shared[0]} of the batch has no rows, which a pipeline needs of every array")
         if leaves and not jax.tree.leaves(arranged.rows):
             raise ValueError(f"no array of the batch ({', '.join(leaves)}) has rows; give one that counts them")
+        check_numbers(arranged.shared)
         return arranged
 
     def _for_forward(self, batch: Arranged) -> Tree:

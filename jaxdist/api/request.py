@@ -44,12 +44,17 @@ def rows_of(batch: Batch) -> int:
             f"a batch holds {', '.join(arrays) or 'nothing'}; give arrays that share their leading dim, one row or "
             f"more, or say by batch_dims which dim of others counts rows"
         )
-    for name, leaf in leaves.items():
+    check_numbers(batch)
+    ((rows,),) = leading
+    return rows
+
+
+def check_numbers(batch: Batch) -> None:
+    """Raise `ValueError` where an array of a batch, or a part of one, holds no numbers."""
+    for name, leaf in named(batch).items():
         dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
         if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.extended)):
             raise ValueError(f"{name or 'an array'} of a batch holds {dtype}; give numbers")
-    ((rows,),) = leading
-    return rows
 
 
 def check_values(
