@@ -23,6 +23,7 @@ from jaxdist.training.forward.balance import CollapseWatch
 from jaxdist.training.forward.loss_scale import LEAST
 from jaxdist.training.forward.step import Metrics
 from jaxdist.training.history import PER_SECOND
+from jaxdist.training.intervals import due
 from jaxdist.training.metrics import Log
 from jaxdist.training.raised_loss import RaisedLoss
 
@@ -165,7 +166,7 @@ class Meter:
 
     def _due(self, steps: range) -> bool:
         """Return whether a line is to be written after these steps."""
-        return steps[-1] == self.steps or any(step % self.reporting.every == 0 for step in steps)
+        return steps[-1] == self.steps or due(steps, self.reporting.every)
 
     def _read(self) -> None:
         """Read the results of all steps, which have ended, and report them one after the other. Raises `Diverged`."""

@@ -10,6 +10,7 @@ from jaxdist.huggingface.given_tokenizer import ids_of, largest_id, load_tokeniz
 from jaxdist.huggingface.special_tokens import SpecialTokens
 from jaxdist.models import Params
 from jaxdist.training.decoding import Choice, Decoding, check_fits, continued, room_for
+from jaxdist.training.intervals import due
 from jaxdist.training.run import Run
 
 TOKENS = 50
@@ -71,7 +72,7 @@ class Samples:
 
     def due(self, steps: range) -> bool:
         """Return whether to write after the round of `steps`."""
-        return any(step % self.every == 0 for step in steps)
+        return due(steps, self.every)
 
     def write(self, params: Params, moving: Callable[[], object]) -> list[str]:
         """Return each prompt with its continuation; `moving` is called before each token, as a sign of life.

@@ -16,6 +16,7 @@ from jaxdist.training.checkpoint.finite_state import first_not_finite
 from jaxdist.training.checkpoint.manager import Checkpoints, Found
 from jaxdist.training.engine import Engine
 from jaxdist.training.forward.step import TrainState
+from jaxdist.training.intervals import due
 from jaxdist.training.meter import Diverged
 from jaxdist.training.plots import Baseline
 
@@ -72,8 +73,7 @@ class SavePolicy:
 
         The reasons are `checkpoint.every`, the last step, the end of an epoch, and the time since the last save.
         """
-        every = self.config.every
-        if steps[-1] == self.steps or (every > 0 and any(step % every == 0 for step in steps)):
+        if steps[-1] == self.steps or due(steps, self.config.every):
             return True
         return (self.config.epochs and any(map(self._ends_epoch, steps))) or self._overdue(steps)
 

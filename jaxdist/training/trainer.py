@@ -25,6 +25,7 @@ from jaxdist.training.ending import CANNOT_RESUME, where_it_resumes
 from jaxdist.training.forward.asked import Batch
 from jaxdist.training.forward.step import TrainState
 from jaxdist.training.goodput import Goodput, Start, earlier_starts, goodput
+from jaxdist.training.intervals import due, round_until, rounds
 from jaxdist.training.meter import Meter
 from jaxdist.training.metrics import Log
 from jaxdist.training.plots import plot_loss
@@ -199,8 +200,7 @@ class Trainer:
         """Return whether to validate after the round of `steps`: at the interval that is asked for, and at the end."""
         if not self.validation:
             return False
-        every = self.validation.every
-        return steps[-1] == self.steps or (every > 0 and any(step % every == 0 for step in steps))
+        return steps[-1] == self.steps or due(steps, self.validation.every)
 
     def validation_overdue(self) -> bool:
         """Return whether the run was stopped in the validation of the step that it resumes from."""
@@ -291,22 +291,9 @@ def comparing(every: int, saving: SavePolicy, meter: Meter) -> Callback:
     """Return what checks the state as before a save, each so many steps. It raises `Diverged`."""
 
     def compare(steps: range, state: TrainState, figures: Figures) -> bool:
-        if any(step % every == 0 for step in steps):
+        if due(steps, every):
             with meter.paused():
                 saving.check(steps[-1], state)
         return False
 
     return compare
-
-
-def rounds(first: int, last: int, every: int) -> Iterator[range]:
-    """Yield the steps after `first` up to `last`, in rounds that end with the multiples of `every`, and `last`."""
-    while first < last:
-        end = min(last, first - first % every + every)
-        yield range(first + 1, end + 1)
-        first = end
-
-
-def round_until(step: int, every: int) -> range:
-    """Return the steps of the round that ends with `step`."""
-    return range(step - (step - 1) % every, step + 1)

@@ -23,10 +23,10 @@ from jaxdist.programs.compiled import text_of
 from jaxdist.programs.hlo import collectives
 from jaxdist.request import load
 from jaxdist.training.checkpoint.manager import Checkpoints
+from jaxdist.training.intervals import round_until, rounds
 from jaxdist.training.preparing import check_new
 from jaxdist.training.rounds import RoundRunner
 from jaxdist.training.run import Run
-from jaxdist.training.trainer import round_until, rounds
 from tests.tiers import exhaustive, thinned
 from tests.training.conftest import over
 from tests.training.curves import lines
