@@ -163,7 +163,7 @@ def _preference(row: Mapping[str, Any]) -> Conversation:
     answers = [_answer(answer, key) for answer, key in ((better, "chosen"), (worse, "rejected"))]
     if before and all(answer[0]["role"] == "assistant" for answer in answers):
         answers = [(*before, *answer) for answer in answers]
-    shared = _shared(*answers)
+    shared = shared_start(*answers)
     if not shared:
         raise ValueError('nothing that its "chosen" and "rejected" share, and both answer; give it as "prompt"')
     if any(all(turn["role"] != "assistant" for turn in answer[shared:]) for answer in answers):
@@ -175,7 +175,7 @@ def _preference(row: Mapping[str, Any]) -> Conversation:
 def _pair_of_texts(prompt: str | None, better: str, worse: str) -> Conversation:
     """Return a pair of texts that continue a prompt, or that share a beginning up to an answer."""
     if prompt is None:
-        end = better.rfind(ASSISTANT, 0, _shared(better, worse)) + len(ASSISTANT)
+        end = better.rfind(ASSISTANT, 0, shared_start(better, worse)) + len(ASSISTANT)
         prompt, better, worse = better[:end], better[end:], worse[end:]
         if not prompt.endswith(ASSISTANT):
             raise ValueError(
@@ -192,7 +192,7 @@ def _answer(value: Any, key: str) -> tuple[Message, ...]:
     return _turns([{"role": "assistant", "content": value}] if isinstance(value, str) else value, key)
 
 
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+def shared_start(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return how many items two sequences begin with alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.config.values import Learn
-from jaxdist.data.chats.forms import Conversation, Message
+from jaxdist.data.chats.forms import Conversation, Message, shared_start
 from jaxdist.files.json_files import parse_json
 from jaxdist.huggingface.chat_template import ChatTemplate, ChatText
 
@@ -209,12 +209,12 @@ class _Rendering(NamedTuple):
         before = self.text(messages[:number], prompt=True)
         through = self.text(messages[: number + 1])
         if not through.startswith(before):
-            at = _common(before, through)
+            at = shared_start(before, through)
             raise ValueError(
                 f"the template does not continue its prompt, {before[at:][:SHOWN]!r} becomes {through[at:][:SHOWN]!r}"
             )
         if not whole.startswith(through):
-            at = _common(through, whole)
+            at = shared_start(through, whole)
             if through[at:].strip():
                 raise ValueError("a later turn changes it")
             through = through[:at]
@@ -224,12 +224,6 @@ class _Rendering(NamedTuple):
 @lru_cache(maxsize=8)
 def _compiled(template: str, folder: str, names: tuple[tuple[str, str], ...]) -> ChatTemplate:
     return ChatText(template, Path(folder), dict(names)).compiled(lambda: DATE)
-
-
-def _common(one: str, other: str) -> int:
-    """Return how many characters two texts begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _has_thoughts(message: Message) -> bool:
