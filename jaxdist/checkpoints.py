@@ -13,7 +13,7 @@ from jaxdist.cluster.process_env import check_alone
 from jaxdist.config import Config, RequestError
 from jaxdist.config.values import Checkpoint, FileName, WeightDtype
 from jaxdist.output.units import counted
-from jaxdist.request import Extra, Request, arguments, check_output, check_output_folder, run
+from jaxdist.request import Extra, Request, arguments, check_output, check_output_folder, means_folder, run
 from jaxdist.request.knobs import option
 from jaxdist.request.own_runs import is_of_fit, no_config
 from jaxdist.training.export_target import exporting
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         _check_of_fit(request)
     RunFolder(folder).check_layout()
     result: dict[str, Any] = {"run": str(folder)}
-    if extras["dtype"] and not _is_folder(extras["export"]):
+    if extras["dtype"] and not means_folder(extras["export"]):
         raise RequestError(
             f"--dtype {extras['dtype']} is for a folder, and --export is '{extras['export']}'; "
             f"add --export FOLDER/, or leave --dtype out"
@@ -152,7 +152,7 @@ def export(config: Config, extras: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = Path(extras["export"])
     target = Path(os.path.abspath(given))
-    folder = _is_folder(extras["export"])
+    folder = means_folder(extras["export"])
     if folder and config.model.images:
         raise RequestError(
             f"--export '{given}' is a folder, and transformers has no form of family {config.model.family}; name a "
@@ -209,13 +209,8 @@ def _check_adapter(config: Config, target: str) -> None:
             f"--adapter is for the adapters of a LoRA run, and the run in '{config.folder}' has none; leave it out to "
             f"export its weights"
         )
-    if not _is_folder(target):
+    if not means_folder(target):
         raise RequestError(f"--adapter writes a folder, and --export is '{target}'; add --export FOLDER/")
-
-
-def _is_folder(target: str) -> bool:
-    """Return whether the text of --export means a folder."""
-    return target.endswith("/") or os.path.isdir(target)
 
 
 if __name__ == "__main__":

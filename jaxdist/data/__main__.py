@@ -17,7 +17,7 @@ from jaxdist.data.sources import Sources
 from jaxdist.files import replacing
 from jaxdist.files.reasons import reason
 from jaxdist.process.exit_codes import DONE, FAILED
-from jaxdist.request import JSON, Extra, Request, arguments, check_output, check_output_folder, run
+from jaxdist.request import JSON, Extra, Request, arguments, check_output, check_output_folder, means_folder, run
 from jaxdist.request.commandline import CONFIG_ENDING
 from jaxdist.request.knobs import KNOBS, within
 from jaxdist.training.export_target import exporting
@@ -151,7 +151,7 @@ def _check_export(request: Request, found: Mapping[str, Sources]) -> None:
             f"--export '{target}' writes tokens, and '{sources.name}' is text without a tokenizer; give a "
             "--data.tokenizer, or the --model.vocab of one to train"
         )
-    if _is_folder(target):
+    if means_folder(target):
         check_output_folder("--export", Path(target))
         return
     check_output("--export", target, "tokens.bin")
@@ -171,7 +171,7 @@ def _exporting(
     from jaxdist.data.token_export import write_file, write_folder
 
     target = Path(os.path.abspath(extras["export"]))
-    if _is_folder(extras["export"]):
+    if means_folder(extras["export"]):
         with exporting(target, replace=extras["force"]) as new:
             yield lambda streams: write_folder(streams, new)
         return
@@ -190,11 +190,6 @@ def _exporting(
 def _files(found: Mapping[str, Sources]) -> Iterator[Path]:
     """Yield the files of all sources."""
     return (file.path for sources in found.values() for source in sources.all for file in source.files)
-
-
-def _is_folder(target: str) -> bool:
-    """Return whether the text of --export means a folder."""
-    return target.endswith("/") or os.path.isdir(target)
 
 
 @contextmanager

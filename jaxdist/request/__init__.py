@@ -8,6 +8,7 @@ from jaxdist.request.checks import (
     check_picture,
     fits,
     fitting,
+    means_folder,
     refilled,
 )
 from jaxdist.request.commandline import JOB_KNOBS, LAYOUT_KNOBS, STEP_KNOBS, Request, arguments, outcome, run
@@ -32,6 +33,7 @@ __all__ = [
     "fits",
     "fitting",
     "load",
+    "means_folder",
     "outcome",
     "refilled",
     "run",

@@ -14,7 +14,7 @@ from jaxdist.request.checks import (
     sequence,
     training,
 )
-from jaxdist.request.checks.files import check_output, check_output_folder, check_picture
+from jaxdist.request.checks.files import check_output, check_output_folder, check_picture, means_folder
 from jaxdist.request.checks.mesh import Enough, check_mesh_fits, fits, fitting, refilled
 from jaxdist.request.checks.registry import CHECKS, problems
 
@@ -32,6 +32,7 @@ __all__ = [
     "fits",
     "fitting",
     "float8",
+    "means_folder",
     "mesh",
     "model",
     "pipeline",

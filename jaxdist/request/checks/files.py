@@ -209,6 +209,11 @@ def check_output(what: str, path: str | Path, example: str) -> None:
         raise RequestError(f"{output} cannot be written: {reason(error)}; name another file") from error
 
 
+def means_folder(target: str) -> bool:
+    """Return whether the text of an option means a folder: one that is there, or a name that ends with a slash."""
+    return target.endswith("/") or os.path.isdir(target)
+
+
 def check_output_folder(what: str, path: Path) -> None:
     """Raise `RequestError` if `what` cannot write the folder `path`, before the work that produces its files.
 
