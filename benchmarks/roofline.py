@@ -32,7 +32,7 @@ from jaxdist.planning import clusters, collective_time
 from jaxdist.planning.hardware import GPUS
 from jaxdist.planning.timing import flops_per_token
 from jaxdist.programs import hlo, kernels
-from jaxdist.programs.hlo_text import Instruction, arrays, called, first_operand, operands, parse, trips
+from jaxdist.programs.hlo_text import PRODUCTS, Instruction, arrays, called, first_operand, operands, parse, trips
 from jaxdist.request import load
 
 TARGET = "h100"
@@ -223,7 +223,7 @@ class Roofline:
         if instruction.opcode == "custom-call" and kernels.LIBRARY_PRODUCT.search(instruction.rest):
             return [instruction]
         parts = [instruction, *self.kernels.inside(instruction)]
-        return [one for one in parts if one.opcode in kernels.PRODUCTS]
+        return [one for one in parts if one.opcode in PRODUCTS]
 
     def seconds_of_attention(self, call: Instruction) -> float:
         """Return the seconds of the FLOPs of cuDNN's attention, by the scores that its mask leaves.

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxdist.output.units import counted
 from jaxdist.programs.hlo_text import (
+    PRODUCTS,
     Instruction,
     Program,
     bytes_of,
@@ -34,7 +35,6 @@ COMMUNICATION = re.compile(r"all-|reduce-scatter|collective|ragged-all|send|recv
 """Operations that move data between devices; one that is not in `KINDS` raises `ValueError`."""
 
 SYNCHRONOUS = '"is_sync":true'
-PRODUCTS = ("dot", "convolution")
 LIBRARY = re.compile(
     r'custom_call_target="(__cublas\$(gemm|lt\$matmul|lt\$groupedMatmul)|__cudnn\$(fmha|conv)|__triton_gemm)'
 )

@@ -38,6 +38,9 @@ NAMED = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\(([\d,]+|\[.*?\].*?)\))? \
 AXIS = re.compile(r"'?([^',=:]+)'?(?:=(\d+)|:\((\d+)\)(\d+))?(?:,|$)")
 """An axis of such a mesh with its size, or the part of it that a group has."""
 
+PRODUCTS = ("dot", "convolution")
+"""Operations that are matmuls or convolutions of XLA's own."""
+
 BYTES = {f"{kind}{8 * size}": size for kind in "suf" for size in (1, 2, 4, 8)}
 BYTES |= {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
 """Bytes of an element of each dtype."""

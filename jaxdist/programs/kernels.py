@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from jaxdist.programs.hlo_text import (
+    PRODUCTS,
     Instruction,
     Program,
     arrays,
@@ -26,7 +27,6 @@ from jaxdist.programs.hlo_text import (
 
 FLASH = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?"')
 LIBRARY_PRODUCT = re.compile(r'custom_call_target="(__cublas\$|__triton_gemm|__cudnn\$conv)')
-PRODUCTS = ("dot", "convolution")
 
 AROUND = ("while", "call", "conditional", "async-start")
 """Operations that run other computations; their own operands and results stay where they are."""
