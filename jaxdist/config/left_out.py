@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 RANGE = re.compile(r"[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?")
-"""A batch, or the first and the last batch of a range."""
+"""A batch or a step, or the first and the last one of a range."""
 
 Ranges = Sequence[tuple[int, int]]
 """The (first, last) of each stretch of batches that are left out: ascending, with a batch between any two of them."""

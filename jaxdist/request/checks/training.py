@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from jaxdist.config import Config, spikes
-from jaxdist.config.left_out import batches_until, problem_of, ranges_of
+from jaxdist.config.left_out import RANGE, batches_until, problem_of, ranges_of
 from jaxdist.output.units import remedy
 from jaxdist.request.checks.registry import check
 from jaxdist.request.knobs import shown
@@ -124,14 +123,10 @@ def _sampled(config: Config) -> Iterator[str]:
         yield "sample.prompts has an empty line, which nothing continues; leave it out"
 
 
-STEPS = re.compile(r"[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?")
-"""A step, or the first and the last step of a range."""
-
-
 @check("profile.steps")
 def _profiled(config: Config) -> Iterator[str]:
     steps = config.profile.steps
-    if steps and not STEPS.fullmatch(steps):
+    if steps and not RANGE.fullmatch(steps):
         yield f"profile.steps is {shown(steps)}: must be a step, counted from 1, or a range of steps, such as 10-12"
     elif steps and not config.profile.numbers:
         first, last = steps.split("-")
@@ -142,7 +137,7 @@ def _profiled(config: Config) -> Iterator[str]:
 def _profiled_in_time(config: Config) -> Iterator[str]:
     profile = config.profile
     steps = config.train.steps
-    if config.train.epochs or not STEPS.fullmatch(profile.steps):
+    if config.train.epochs or not RANGE.fullmatch(profile.steps):
         return
     if profile.numbers and profile.numbers[-1] > steps > 0:
         yield f"profile.steps {profile.steps} goes beyond train.steps {steps}; profile earlier steps, or train longer"
