@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdist.bench import gpu_runs
 from jaxdist.bench.gpu_process import MEASURING, TRACING, Answer
+from jaxdist.bench.gpu_runs import Note
 from jaxdist.config import Config, RequestError
 from jaxdist.output import units
 from jaxdist.request import load
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
 ROWS = (16, 8, 4, 2, 1)
 """Rows of a step to try: the first number that fits into memory is used."""
-
-Note = Callable[[str], None]
-"""Takes the phase that a part enters."""
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 """What XLA's errors of missing memory begin with."""
