@@ -10,6 +10,7 @@ from typing import Any
 from jaxdist.cluster import heartbeat
 from jaxdist.cluster.heartbeat import Heartbeat
 from jaxdist.config import Config, RequestError
+from jaxdist.doctor.last_words import last_words
 from jaxdist.doctor.learning import remarks
 from jaxdist.output import units
 from jaxdist.output.tables import table
@@ -53,6 +54,7 @@ def watch(folder: Path) -> dict[str, Any]:
         "processes": rows,
         "problems": problems,
         "bad_hosts": _bad_hosts(beats, now),
+        "last_words": last_words(run.log) if any(beat.ended not in (None, *OUTCOMES) for beat in beats) else None,
         "remarks": remarks(history.read(run.metrics), _config_of(run)),
         "goodput": {"text": str(spent), **spent.figures} if spent.starts else None,
     }
@@ -128,7 +130,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     learned = [f"metrics: {remark}" for remark in result["remarks"]]
     spent = [f"goodput: {result['goodput']['text']}"] if result["goodput"] else []
     problems = result["problems"] or ["nothing is wrong with it"]
-    return [*table(rows), *problems, *result.get("named", []), *learned, *spent]
+    said = [f"log.txt: {result['last_words']}"] if result["last_words"] else []
+    return [*table(rows), *problems, *said, *result.get("named", []), *learned, *spent]
 
 
 def _seconds(value: float | None) -> str:
