@@ -233,12 +233,17 @@ def _problems_of_runs(command: str, folders: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each thing that is wrong with the names of several runs."""
     if not folders:
         yield f"{command} needs RUNS, the folders of runs, such as runs/a runs/b"
+    seen: dict[str, str] = {}
     for folder in dict.fromkeys(folders):
         problem = _wrong_name(command, folder)
         if problem:
             yield problem
-        elif folders.count(folder) > 1:
+            continue
+        if folders.count(folder) > 1:
             yield f"run folder '{folder}' is named {folders.count(folder)} times; name it once"
+        before = seen.setdefault(os.path.realpath(folder), folder)
+        if before != folder:
+            yield f"run folders '{before}' and '{folder}' are the same one; name it once"
 
 
 def _wrong_name(command: str, folder: str) -> str:

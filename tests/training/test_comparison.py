@@ -131,6 +131,7 @@ def test_a_run_that_has_diverged_says_so_in_a_table_that_can_be_read(runs, capsy
     [
         ([], "compare needs RUNS, the folders of runs, such as runs/a runs/b"),
         (["a", "a", "b"], "run folder 'a' is named 2 times; name it once"),
+        (["a", "a/", "b"], "run folders 'a' and 'a/' are the same one; name it once"),
         (["a", "nowhere"], "run folder 'nowhere' does not exist"),
         (["empty"], "'empty' is not the folder of a run"),
         (["a", "--picture", "losses.jpg"], "would be a PNG file"),
