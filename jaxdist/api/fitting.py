@@ -21,7 +21,7 @@ from jaxdist.cluster.runtime import check_computes
 from jaxdist.cluster.script import join
 from jaxdist.cluster.script_job import ScriptJob
 from jaxdist.config import Config, RequestError
-from jaxdist.process.exit_codes import STOPPED
+from jaxdist.process.exit_codes import FAILED, STOPPED
 from jaxdist.request.own_runs import MADE_BY
 from jaxdist.training.console import Screen
 from jaxdist.training.device_copies import DeviceCopies
@@ -97,6 +97,8 @@ class Fitting:
                         state = self.train(held, saving, notes, log, job, validation, callbacks)
                     except Ended as ended:
                         error = ended.__cause__
+                        # The error leaves the job first, which then knows of none.
+                        job.watchdog.ended(FAILED)
         if error is not None:
             raise error
         if state is None:

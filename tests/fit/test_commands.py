@@ -3,11 +3,13 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
 from jaxdist import checkpoints, evaluate, generate, train
 from jaxdist.config import RequestError
 from jaxdist.doctor import __main__ as doctor
+from jaxdist.training.meter import Diverged
 from tests.fit.conftest import batch_of, fit
 
 
@@ -58,3 +60,15 @@ def test_what_needs_a_config_names_the_script(main, options, name, folder):
     with pytest.raises(RequestError, match=re.escape(sentence)) as found:
         main([str(folder), *options])
     assert len(found.value.problems) == 1
+
+
+def test_the_doctor_says_that_a_run_has_failed_and_why(four, tmp_path, capsys):
+    def bad(step):
+        return {name: np.full_like(value, np.nan) for name, value in batch_of(step).items()}
+
+    with pytest.raises(Diverged):
+        fit(tmp_path / "bad", bad, four, steps=4, train_max_skipped=2)
+    assert doctor.main([str(tmp_path / "bad")]) == 2
+    said = capsys.readouterr().out
+    assert re.search(r"process 0 on \S+ failed with exit code 1, step 2", said)
+    assert "log.txt: stopped: 2 steps in a row up to step 2 were not finite" in said
