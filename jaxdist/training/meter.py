@@ -187,14 +187,12 @@ class Meter:
         self.log.progress(step, values)
         self._shown = values
         self._unwritten = values
-        # The last step before the end of the run is always logged, whatever ends it.
         spike = _spike(metrics)
         # A larger scale of the loss may be all that is wrong, and is halved until it is not.
-        halves = not spike and metrics.loss_scale is not None and metrics.loss_scale > LEAST
-        diverged = not halves and metrics.skipped_in_a_row >= self.reporting.max_skipped
-        limit = self.reporting.raised.limit
-        raised = self.reporting.raised.too_long(one.steps, float(metrics.loss))
-        if self._due(one.steps) or diverged or raised:
+        halves = not spike and metrics.loss_scale is not None and bool(metrics.loss_scale > LEAST)
+        diverged = self._diverged(one, metrics, spike, halves)
+        # The last step before the end of the run is always logged, whatever ends it.
+        if diverged or self._due(one.steps):
             self._write(values)
         if metrics.skipped_in_a_row:
             self.log.say(
@@ -202,25 +200,34 @@ class Meter:
                 f"({metrics.skipped_in_a_row} in a row, {metrics.skipped} in all)"
                 + (f"; the scale of the loss, {metrics.loss_scale:g}, is halved" if halves else "")
             )
+        if diverged:
+            raise diverged
+
+    def _diverged(self, one: Unread, metrics: Metrics, spike: str, halves: bool) -> Diverged | None:
+        """Return why the run ends with this step, or None. `spike` says what its update was skipped for."""
+        step = one.steps[-1]
+        raised = self.reporting.raised.too_long(one.steps, float(metrics.loss))  # which looks at every step
         in_a_row = range(step - int(metrics.skipped_in_a_row) + 1, step + 1)
-        if diverged and spike:
-            raise Diverged(
+        too_many = not halves and metrics.skipped_in_a_row >= self.reporting.max_skipped
+        if too_many and spike:
+            return Diverged(
                 f"the updates of steps {in_a_row[0]} to {step} were skipped, the last one{spike}; "
                 f"{without(self.reporting.left_out, in_a_row[0] - 1, step)}",
                 in_a_row,
             )
-        if diverged:
-            raise Diverged(f"{len(in_a_row)} steps in a row up to step {step} were not finite", in_a_row)
+        if too_many:
+            return Diverged(f"{len(in_a_row)} steps in a row up to step {step} were not finite", in_a_row)
         if raised:
             # The update before the first of them may be what has raised them.
             before = raised[0] - 2
-            raise Diverged(
-                f"the loss of steps {raised[0]} to {step} was above {limit:.4g}, 1.5 times the median of before; "
-                f"{without(self.reporting.left_out, before, step)}",
+            return Diverged(
+                f"the loss of steps {raised[0]} to {step} was above {self.reporting.raised.limit:.4g}, 1.5 times the "
+                f"median of before; {without(self.reporting.left_out, before, step)}",
                 range(before + 1, step + 1),
             )
         if step == self.steps and metrics.skipped == step:
-            raise Diverged(f"none of the {step} steps was finite, so nothing was learned")
+            return Diverged(f"none of the {step} steps was finite, so nothing was learned")
+        return None
 
     def end(self, step: int) -> None:
         """Let the run have no steps after `step`, and write the line of that step, also where it was not due."""
