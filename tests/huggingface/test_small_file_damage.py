@@ -212,8 +212,9 @@ def in_time() -> Iterator[None]:
 
 
 @pytest.fixture
-def folder(tmp_path) -> Callable[[], Path]:
-    """Make a whole folder anew."""
+def folder(tmp_path, monkeypatch) -> Callable[[], Path]:
+    """Make a whole folder anew; commands find no run of somebody's here."""
+    monkeypatch.chdir(tmp_path)
 
     def make() -> Path:
         path = tmp_path / "folder"
