@@ -100,7 +100,7 @@ class Signalled(Played):
         for phase in (heartbeat.STARTING, heartbeat.AWAITING, heartbeat.READING, heartbeat.IDLE, heartbeat.LISTENING):
             self._note(phase)
 
-    def compile(self):
+    def compile(self, state):
         self._note(heartbeat.COMPILING)
 
     def step(self, step, state, batch):

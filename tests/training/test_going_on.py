@@ -191,7 +191,7 @@ class Played(trainer.Trainer):
             job=SimpleNamespace(stop=stop, note=lambda *_: None),
         )
 
-    def compile(self):
+    def compile(self, state):
         return None
 
     def step(self, step, state, batch):
