@@ -296,6 +296,8 @@ def _in_place_of_jax(processes: int) -> Iterator[None]:
             (files, "checksum", counted_checksum),
             # The threads of a process would be nobody's here.
             (files, "ThreadPoolExecutor", _InPlace),
+            # What an earlier job of this program has answered is not in the store of this one.
+            (consensus, "_answered", []),
             (kv_store, "processes", lambda: processes),
             (kv_store, "process", lambda: _here.number),
             (kv_store, "_client", lambda: _here.client),

@@ -50,7 +50,7 @@ from jaxdist.training.run_dir import RunFolder
 from tests.faults.jobs import ends, job, metrics, saved, told, train, until
 from tests.processes import Process
 from tests.training.conftest import SMALL, over
-from tests.training.curves import TIMES, parameters
+from tests.training.curves import parameters, without_times
 
 STEPS = 72
 FAULTS = 4
@@ -82,11 +82,6 @@ began = pathlib.Path(os.environ["SOAK_BEGAN"])
 if me == 0 and not began.exists():
     began.write_text(str(time.time()))
 """
-
-
-def figures(folder: Path) -> list[dict]:
-    """The lines of its metrics, without times."""
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(folder)]
 
 
 @contextmanager
@@ -174,11 +169,10 @@ class Round:
         step = StepDir(self.folder / "checkpoints")
         return sum(step.damage(number) is None for number in step.sealed())
 
-    def _early(self, running: list[Process]) -> None:
-        self._lose(running, signal.SIGKILL)
-
     def _kill(self, running: list[Process]) -> None:
         self._lose(running, signal.SIGKILL)
+
+    _early = _kill
 
     def _stop(self, running: list[Process]) -> None:
         self._lose(running, signal.SIGSTOP)
@@ -228,7 +222,7 @@ class Round:
 
         AssertionError where something is lost.
         """
-        assert figures(self.folder) == figures(straight), self.said
+        assert without_times(self.folder) == without_times(straight), self.said
         steps = [line["step"] for line in metrics(self.folder) if "loss" in line]
         assert steps == list(range(1, STEPS + 1)), steps
         assert np.array_equal(parameters(self.folder, STEPS), parameters(straight, STEPS))

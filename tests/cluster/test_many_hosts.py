@@ -24,7 +24,7 @@ MESSAGES = {
     "a look for lost processes": (0, 0),
     "a hang": (0, 2),
 }
-"""Of each part of a run: messages of process 0 for each process of the job, beside five; and all those of another."""
+"""Of each part of a run: messages of process 0 for each process of the job, beside four; and all those of another."""
 
 OPERATIONS = {
     "rendezvous": (0, 4),
@@ -51,7 +51,7 @@ def test_messages_of_process_0_grow_with_the_job_and_those_of_others_do_not(part
     assert parts.keys() == MESSAGES.keys()
     for name, (each, other) in MESSAGES.items():
         first, most = parts[name].messages
-        assert first <= each * MANY + 5, name
+        assert first <= each * MANY + 4, name
         assert most <= other, name
 
 

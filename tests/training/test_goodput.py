@@ -29,6 +29,7 @@ from jaxdist.process.exit_codes import DONE, STOPPED
 from jaxdist.training.comparison import read_run
 from jaxdist.training.goodput import Goodput, goodput, keep_start, starts_of
 from jaxdist.training.meter import Meter
+from jaxdist.training.opening import locked
 from jaxdist.training.run_dir import RunFolder
 from jaxdist.training.trainer import Trainer
 
@@ -129,6 +130,17 @@ def test_a_line_of_metrics_has_the_share_so_far(three_starts):
     meter._write({"step": 1000})
     (line,) = told
     assert line["goodput"] == pytest.approx(1000 / (200 + 500 + 300 + 100 + 111 + 5 + 21 + 10 + 20 + 119 + 1), rel=1e-6)
+
+
+def test_who_takes_the_folder_keeps_the_last_start_and_leaves_no_heartbeat_of_it(three_starts):
+    """A process that has not written yet would else look lost, and its host would be named."""
+    folder, _ = three_starts
+    before = starts_of(folder)
+    assert len(list(folder.heartbeats.glob("*.json"))) == 2
+    with locked(folder, 30, print):
+        assert not list(folder.heartbeats.glob("*.json"))
+        assert starts_of(folder) == before
+        assert len(before) == 3
 
 
 def test_going_back_loses_the_steps_of_several_starts(three_starts):
